@@ -260,6 +260,14 @@ def raise_problems(problems: Sequence[Problem], *, resolution: Any = None) -> No
         raise problems[0].error(problems=problems, resolution=resolution)
 
 
+def under(name: str, error: ShardingError) -> list[Problem]:
+    """Return the problems of an error, with the name of their argument before their paths."""
+    return [
+        dataclasses.replace(problem, path=f"{name} {problem.path}".strip())
+        for problem in error.problems
+    ]
+
+
 def located(error: ShardingError, source: str) -> ShardingError:
     """Return an error whose problems name a line of the user's code, `model.py:12`."""
     if not source:

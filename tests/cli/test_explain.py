@@ -56,7 +56,11 @@ BAD = {
         "part 'tp' has no size\n  dp:2,tp\n       ^",
         "",
     ),
-    "explain BATCH --strategy fsdp_tp --devices 6": (2, "6 devices cannot be divided by", ""),
+    "explain BATCH --strategy fsdp_tp --devices 6": (
+        2,
+        "does not divide the number of devices, 6",
+        "",
+    ),
     "explain BATCH --strategy fsdp_tp --devices 0": (2, "'0' is not a positive integer", ""),
     "explain BATCH --strategy fsdp_tp --devices 8 --shape 4,x": (2, "'4,x' is not a shape", ""),
     "explain BATCH --strategy fsdp_tp --devices 8 --mode serve": (2, "invalid choice: 'serve'", ""),
@@ -68,7 +72,7 @@ BAD = {
     "explain BATCH --strategy none.toml --devices 8": (2, "no file 'none.toml'", ""),
     "explain BATCH --strategy fsdp.toml --devices 8": (
         2,
-        "no file 'fsdp.toml'\n  fix   for the preset, write fsdp",
+        "no file 'fsdp.toml'\n  fix   for the preset, Strategy.preset('fsdp'); in a command, fsdp",
         "",
     ),
     "explain BATCH --strategy bad.toml --devices 8": (2, "bad.toml:2 rules.batch", ""),
@@ -79,7 +83,7 @@ BAD = {
     ),
     "explain BATCH --strategy ./x.yaml --devices 8": (
         2,
-        "'x.yaml' is neither a .toml nor a .json file",
+        "x.yaml: unknown format 'yaml'",
         "",
     ),
     "explain BATCH --strategy model.toml --mesh dp:2": (
@@ -120,7 +124,7 @@ BAD = {
     ),
     "explain --tensors x.txt --strategy ddp --devices 8": (
         2,
-        "'x.txt' is neither a .toml nor a .json file",
+        "cannot read 'x.txt': no such file",
         "",
     ),
     "explain --tensors empty.toml --strategy ddp --devices 8": (
@@ -130,7 +134,7 @@ BAD = {
     ),
     "explain --tensors list.json --strategy ddp --devices 8": (
         2,
-        "list.json: a file of tensors must be an object",
+        "list.json: expected a table, got list",
         "",
     ),
     "explain --tensors latin.toml --strategy ddp --devices 8": (2, "latin.toml is not UTF-8", ""),

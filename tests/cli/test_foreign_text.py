@@ -77,7 +77,7 @@ def test_visible() -> None:
 FILES = {
     "nul.yml": ("logical_axis_rules:\n- [embed, f\0]\n", "nul.yml: the file is not YAML"),
     "digits.json": (f"[{'9' * 5000}]", "digits.json is not JSON: Exceeds the limit"),
-    "deep.json": ("[" * 100_000, "deep.json is not JSON: it is nested too deeply"),
+    "deep.json": ("[" * 100_000, "deep.json is not JSON: maximum recursion depth exceeded"),
     "loop.yml": ("&a [[embed, *a]]\n", "loop.yml: its aliases mean more than 1,000,000 values"),
     "bomb.yml": (
         "- &a [f,f,f,f,f,f,f,f,f]\n"

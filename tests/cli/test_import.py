@@ -185,7 +185,7 @@ BAD = {
     "import rules rules.json --vocabulary": "import rules takes no --vocabulary",
     "import maxtext base.yml --force": "import without -o takes no --force",
     "import maxtext base.yml -o out.json": "'out.json' is not a .toml file",
-    "import maxtext base.yml -o no/out.toml": "no folder 'no' to write 'out.toml' in",
+    "import maxtext base.yml -o no/out.toml": "cannot write 'no/out.toml': no such file",
     "import maxtext none.yml": "cannot read 'none.yml': no such file",
     "import maxtext base.yml ici_tensor_paralelism=2": "did you mean 'ici_tensor_parallelism'",
     "import maxtext base.yml tensor": "'tensor' is not key=value",

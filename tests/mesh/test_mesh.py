@@ -160,11 +160,7 @@ BAD_TEXTS = [
     ("dp:2,tp: -3", facts("tp", -3, snippet="dp:2,tp: -3\n         ^")),
     (
         "tp:4,dp:" + "9" * 5000,
-        facts(
-            "dp",
-            20,
-            snippet=f"tp:4,dp:{'9' * 72}\n        ^",
-        ),
+        facts("dp", "integer"),
     ),
     ("dp:2.5", facts("dp", "2.5", snippet="dp:2.5\n   ^")),
     ("dp:2:3", facts("dp", "2:3", snippet="dp:2:3\n   ^")),
@@ -226,7 +222,7 @@ def test_all_problems_of_a_text_are_listed() -> None:
             {"axis_names": ("dp",)},
             facts("axis_names", "dp:2", fix="axis_names"),
         ),
-        ((2, 4), {"axis_names": ("dp",)}, facts(2, 1, "axis_names", "dp", fix="dp:2,tp:4")),
+        ((2, 4), {"axis_names": ("dp",)}, facts(2, 1, "axis names", "dp", fix="dp:2,tp:4")),
         ((2,), {"axis_names": "dp"}, facts("axis_names", "dp", fix="axis_names")),
         ((2, 4), {"axis_names": ("dp", 3)}, facts(3, "int", fix="dp")),
         ((2, 4), {"axis_names": ("dp", "dp")}, facts("mesh", "axis", "dp")),
@@ -287,7 +283,7 @@ def test_inferred_size_uses_every_device(dp: int, tp: int, count: int) -> None:
         (
             "dp:3,tp:2,fsdp:-1",
             8,
-            facts("fsdp", -1, "dp=3", "tp=2", "(6)"),
+            facts("fsdp", -1, "dp=3", "tp=2", 6),
         ),
         (
             "fsdp:-1,tp:4",

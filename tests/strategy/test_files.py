@@ -40,7 +40,8 @@ def test_failed_write_keeps_the_old_file(
         raise error
 
     monkeypatch.setattr(files.os, call, broken)
-    with pytest.raises(type(error), match=str(error.args[-1])):
+    refused = sw.StrategyError if isinstance(error, OSError) else type(error)
+    with pytest.raises(refused, match=f"(?i){error.args[-1]}"):
         files.write_text(path, "text", overwrite=overwrite)
     assert (tmp_path / "old.toml").read_bytes() == old
     assert os.listdir(tmp_path) == ["old.toml"]
@@ -54,7 +55,7 @@ def test_unwritable_text_leaves_nothing(overwrite: bool, tmp_path: Path) -> None
 
 
 def test_unknown_ending_is_refused(tmp_path: Path) -> None:
-    with raises(sw.StrategyError, "s.yaml", "file"):
+    with raises(sw.StrategyError, "s.yaml", fix=".toml"):
         SMALL.dump(tmp_path / "s.yaml")
     assert os.listdir(tmp_path) == []
 
@@ -92,7 +93,7 @@ def test_overwritten_file_keeps_permissions(mode: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_folder_cannot_be_written(overwrite: bool, tmp_path: Path) -> None:
     (tmp_path / "s.toml").mkdir()
-    with raises(sw.StrategyError, "s.toml", fix="file"):
+    with raises(sw.StrategyError, "s.toml"):
         files.write_text(tmp_path / "s.toml", "text", overwrite=overwrite)
     assert os.listdir(tmp_path) == ["s.toml"]
     assert os.listdir(tmp_path / "s.toml") == []
@@ -100,13 +101,13 @@ def test_folder_cannot_be_written(overwrite: bool, tmp_path: Path) -> None:
 
 def test_link_into_missing_folder(tmp_path: Path) -> None:
     (tmp_path / "link.toml").symlink_to("nowhere/s.toml")
-    with raises(sw.StrategyError, "nowhere", "link.toml", fix="create"):
+    with raises(sw.StrategyError, "link.toml", fix="path"):
         SMALL.dump(tmp_path / "link.toml")
 
 
 def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     path = SMALL.dump(tmp_path / "s.toml")
-    with pytest.raises(FileExistsError, match="File exists"):
+    with raises(sw.StrategyError, "s.toml", fix="--force"):
         files.write_text(path, "text", overwrite=False)
     assert sw.Strategy.load(path) == SMALL
     assert os.listdir(tmp_path) == ["s.toml"]

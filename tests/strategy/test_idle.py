@@ -142,9 +142,9 @@ def test_idle_mesh_axis_has_no_lint() -> None:
 @pytest.mark.parametrize(
     ("idle", "message"),
     [
-        (["a"], facts("a", "tuple", fix="fsdp")),
-        (("a b",), facts("policy", "idle", "a b", fix="fsdp")),
-        (("a", "a"), facts("policy", "idle", "a")),
+        (["a"], facts("a", "tuple", path="idle", fix="fsdp")),
+        (("a b",), facts("idle", "a b", path="idle", fix="fsdp")),
+        (("a", "a"), facts("idle", "a", path="idle")),
     ],
 )
 def test_policy_in_python(idle: object, message: Facts) -> None:

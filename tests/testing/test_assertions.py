@@ -167,15 +167,12 @@ def test_invalid_comparisons() -> None:
         assert_spec(x, sw.BATCH, sw.EMBED)
     with raises(StrategyError, "tp", "mesh", fix="NamedSharding"):
         assert_sharding(np.zeros(4), P("tp"))
-    with raises(StrategyError, "sharding", "tree", "tensor", path="x/0"):
+    with raises(StrategyError, "shardings", "tuple", fix="structure"):
         assert_sharding({"x": x}, {"x": (sw.BATCH, sw.EMBED)})
-    with raises(StrategyError, "tuple", "x", 0):
+    with raises(StrategyError, "tuple"):
         assert_sharding([{"x": x}], ({"x": P()},))
-    with raises(
-        StrategyError, "sharding", "tree", "tensor", path="mlp/upp", fix="mlp/up"
-    ) as caught:
+    with raises(StrategyError, "upp", "up", "down", fix="structure"):
         assert_sharding({"mlp": {"up": x, "down": x}}, {"mlp": {"upp": P()}})
-    assert [problem.path for problem in caught.value.problems] == ["mlp/upp", "mlp/down", "mlp/up"]
     says = facts("mesh", "axis", "fdsp", path="a", dim=0, fix="fsdp")
     with raises(MissingMeshAxisError, says):
         assert_sharding({"a": x}, {"a": P("fdsp")})

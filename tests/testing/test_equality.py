@@ -218,7 +218,7 @@ def test_different_trees_and_empty_results() -> None:
             assert_same_as_unsharded(
                 lambda x: {"a": x, "b": x * 2}, x, manager=pm, reference=reference, grad=False
             )
-    with pytest.raises(AssertionError, match="result of <lambda> has no finite value"):
+    with pytest.raises(AssertionError, match="result is not finite"):
         assert_same_as_unsharded(lambda x: x * np.nan, x, manager=pm, grad=False)
 
 
@@ -236,7 +236,7 @@ def test_tolerances() -> None:
 def test_result_without_finite_numbers(nothing: Callable[[Any], Any]) -> None:
     _, x = inputs(pm := manager())
     message = failing(lambda: assert_same_as_unsharded(nothing, x, manager=pm, grad=False))
-    assert "there is nothing to compare" in message
+    assert "nothing to compare" in message
 
 
 def test_unsharded_program_fails() -> None:
@@ -244,7 +244,7 @@ def test_unsharded_program_fails() -> None:
     copies = pm.shard(np.ones((4, 8), np.float32), sw.EMPTY, sw.EMPTY)
     message = failing(lambda: assert_same_as_unsharded(lambda x: x * 2, copies, manager=pm))
     assert message == (
-        "<lambda> does the same on each of 8 devices: nothing is sharded, so there is "
+        "<lambda> does the same on each device: nothing is sharded, so there is "
         "nothing to compare\n"
         "  fix   place the arguments first, over mesh axes of more than one device"
     )

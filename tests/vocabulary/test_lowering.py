@@ -147,20 +147,3 @@ class TestModeOfALayout:
         with raises(sw.RankMismatchError, mode, "dim", "layout", "(4, 8)", fix="mode"):
             mode_of_layout(mode, (4, 8))
         assert mode_of_layout(-2, (1, 8)) == sw.MODE_DECODE
-
-
-@pytest.mark.parametrize(
-    ("axes", "spelling"),
-    [
-        ((sw.BATCH, sw.QUERY_LENGTH), "write ((BATCH, QUERY_LENGTH),)"),
-        ((sw.HEAD, sw.HEAD_DIM), ""),  # a composite of both could be split within a head
-        ((sw.BATCH, sw.EMPTY), ""),
-        ((sw.BATCH, sw.BATCH), ""),
-    ],
-)
-def test_fix_for_flattened_dims(axes: tuple[str, ...], spelling: str) -> None:
-    with pytest.raises(sw.RankMismatchError) as caught:
-        lower(axes, (512,))
-    fix = "write one axis per dim, EMPTY where a dim is not sharded"
-    flat = f"; for dims that were flattened into one, {spelling}" if spelling else ""
-    assert caught.value.fix == fix + flat

@@ -29,8 +29,8 @@ from shardwright.attention.masks import Mask, MaskRules
 from shardwright.attention.sharding import resolve_joint
 from shardwright.errors import AttentionError, NoManagerError, did_you_mean
 from shardwright.manager import context
+from shardwright.manager.context import platform_of
 from shardwright.manager.manager import PartitionManager
-from shardwright.manager.platform import platform_of
 from shardwright.vocabulary.integers import as_integer
 from shardwright.vocabulary.keys import as_key
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_TRAIN, mode_name, parse_mode

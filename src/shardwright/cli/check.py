@@ -120,7 +120,9 @@ def _check(text: str, tensors: Any, mesh: str | None, devices: int | None) -> Ch
         strategy, label = read_strategy(text)
     except ShardingError as error:
         # Problems inside a file are findings. A missing file is an invalid question (exit code 2).
-        if not _is_about(error, text):
+        # An overlay has several files, and each problem is about one of them.
+        names = tuple(os.path.basename(name) for name in strategy_names(text) if name)
+        if not all(problem.path.startswith(names) for problem in error.problems):
             raise
         return Checked(
             strategy=label, findings=tuple(from_problem(problem) for problem in error.problems)
@@ -139,13 +141,6 @@ def _own_axes(strategies: Sequence[str]) -> frozenset[str]:
             with contextlib.suppress(ShardingError):
                 own.update(read_strategy(text)[0].axes)
     return frozenset(own)
-
-
-def _is_about(error: ShardingError, text: str) -> bool:
-    """Tell whether an error is about the contents of a file: its problems then name the file."""
-    # An overlay has several files, and each problem is about one of them.
-    names = [os.path.basename(name) for name in strategy_names(text) if name]
-    return all(problem.path.startswith(tuple(names)) for problem in error.problems)
 
 
 def _json(result: Checked, *, strict: bool) -> dict[str, Any]:

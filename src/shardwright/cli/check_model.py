@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec
 
 from shardwright.cli.models import NamedModel, infer_model, infer_on_one_device, read_model
 from shardwright.cli.programs import read_programs
-from shardwright.cli.python_files import raised_error, read_function
-from shardwright.errors import ShardingError, StrategyError
+from shardwright.cli.python_files import read_function, user_code
+from shardwright.errors import StrategyError
 from shardwright.inference.infer import infer_axes
 from shardwright.lints.finding import Finding, Severity
 from shardwright.lints.names import lint_names
@@ -70,11 +70,9 @@ def check_model(
             Checked(strategy=f"{text} for {mode}", findings=each) for mode, each in found.items()
         ]
     if arguments.params is None:
-        raise StrategyError(
-            f"the model {text} needs --params",
-            fix="add --params NAME, a function of its file that returns the parameters\n"
-            "or name a function without arguments that returns programs, as for shardwright plan",
-        )
+        fix = "add --params NAME, a function of its file that returns the parameters\n"
+        fix += "or name a function without arguments that returns programs, as for shardwright plan"
+        raise StrategyError(f"the model {text} needs --params", fix=fix)
     model = read_model(text, arguments.params, arguments.input)
     annotations = _annotations(model, arguments)
     findings = lint_names(annotations, infer_model(model, sizes={}, own_axes=own_axes))
@@ -86,10 +84,8 @@ def _annotations(model: NamedModel, arguments: argparse.Namespace) -> Any:
         return match_paths(model.params, read_path_rules(arguments.axes).items()).annotations
     leaves = jax.tree.leaves(model.params, is_leaf=is_array_spec)
     if not all(map(is_array_spec, leaves)):
-        raise StrategyError(
-            f"{arguments.params} returns arrays without annotations",
-            fix="return ArraySpecs, or pass a file of path rules in --axes",
-        )
+        fix = "return ArraySpecs, or pass a file of path rules in --axes"
+        raise StrategyError(f"{arguments.params} returns arrays without annotations", fix=fix)
     return model.params
 
 
@@ -103,9 +99,8 @@ def read_path_rules(name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise StrategyError(
-            f"{name} is not TOML: {error}", fix="write pattern = [axes], one line per pattern"
-        ) from error
+        fix = "write pattern = [axes], one line per pattern"
+        raise StrategyError(f"{name} is not TOML: {error}", fix=fix) from error
 
 
 def _has_no_arguments(text: str) -> bool:
@@ -175,16 +170,12 @@ def _check_program(
         results = program.function(*(every[str(at)] for at in range(len(shapes))))
         return () if updates else results  # updated weights are not results of a model
 
-    try:
+    with user_code(label):
         inferred = infer_on_one_device(
             lambda: infer_axes(forward, own, others, seeds=seeds, own_axes=own_axes),
             own_axes,
             mode,
         )
-    except ShardingError:
-        raise
-    except Exception as error:
-        raise raised_error(label, error) from error
     return lint_names(annotations, inferred)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
-from shardwright.cli.inputs import unreadable
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.errors import StrategyError
 from shardwright.mesh.text import parse_mesh
@@ -103,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     imported = _imported(arguments)
     text = commented(imported, os.path.basename(arguments.file))
     if arguments.out is not None:
-        _write(arguments.out, text, force=arguments.force)
+        files.write_text(Path(arguments.out), text, overwrite=arguments.force)
     if arguments.json:
         print_json(_to_json(imported, arguments.out))
     elif arguments.out is None:
@@ -300,13 +299,3 @@ def _to_json(imported: Imported, out: str | None) -> dict[str, Any]:
         names[name] = {"axis": file_name(_axis_of(target)), "role": role}
     data = {"names": names, "notes": list(imported.notes), "strategy": imported.strategy.to_data()}
     return data if out is None else {**data, "file": out}
-
-
-def _write(name: str, text: str, *, force: bool) -> None:
-    try:
-        files.write_text(Path(name), text, overwrite=force)
-    except FileExistsError as error:
-        fix = "choose another name, or replace it with --force"
-        raise StrategyError(f"{name!r} exists", fix=fix) from error
-    except OSError as error:
-        raise unreadable(name, error, verb="write") from error

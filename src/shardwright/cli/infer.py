@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from pathlib import Path
 
 from shardwright.cli.arguments import EXIT_CODES, add_output, add_strategy, make_parser
-from shardwright.cli.inputs import read_strategy, unreadable
+from shardwright.cli.inputs import read_strategy
 from shardwright.cli.models import add_model, infer_model, read_model
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.errors import StrategyError
@@ -104,7 +103,4 @@ def read_size(text: str) -> tuple[int | str, str]:
 def _write(name: str, text: str) -> None:
     if Path(name).suffix != ".toml":
         raise StrategyError(f"{name!r} is not a .toml file", fix="write -o axes.toml")
-    try:
-        files.write_text(Path(name), text)
-    except OSError as error:
-        raise unreadable(os.fspath(name), error, verb="write") from error
+    files.write_text(Path(name), text)

@@ -7,7 +7,6 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jax.sharding import AbstractMesh
@@ -23,7 +22,7 @@ from shardwright.mesh.build import (
     resolve_sizes,
 )
 from shardwright.plan.hardware import Topology
-from shardwright.strategy.files import is_file_name, strategy_names
+from shardwright.strategy.files import strategy_names
 from shardwright.strategy.limits import MOST_ELEMENTS, has_too_many_elements
 from shardwright.vocabulary.annotations import stacked
 from shardwright.vocabulary.axes import EMPTY, canonical_axis
@@ -88,23 +87,21 @@ def _dim(word: str) -> Any:
     if word in (EMPTY, "EMPTY"):
         return EMPTY
     if ":" in word or "*" in word:
-        return merged(*(_member(part, word) for part in word.split("*")))
+        members = []
+        for part in word.split("*"):
+            name, _, size = part.partition(":")
+            count = _whole(size)
+            if not _AXIS.fullmatch(name) or not count:
+                fix = "write a merged dim as KV_HEAD:8*KV_HEAD_DIM:128"
+                raise StrategyError(f"{word!r}: {part!r} is not AXIS:SIZE", fix=fix)
+            members.append((canonical_axis(name), count))
+        return merged(*members)
     names = word.split("+")
     for name in names:
         if not _AXIS.fullmatch(name):
             raise StrategyError(f"{word!r} is not a dim", fix=_FIX)
     axes = tuple(EMPTY if name in (EMPTY, "EMPTY") else canonical_axis(name) for name in names)
     return axes if len(axes) > 1 else axes[0]
-
-
-def _member(part: str, word: str) -> tuple[str, int]:
-    name, _, size = part.partition(":")
-    if not _AXIS.fullmatch(name) or _whole(size) is None or int(size) < 1:
-        raise StrategyError(
-            f"{word!r}: {part!r} is not AXIS:SIZE",
-            fix="write a merged dim as KV_HEAD:8*KV_HEAD_DIM:128",
-        )
-    return canonical_axis(name), int(size)
 
 
 def read_shape(text: str) -> tuple[int, ...]:
@@ -210,55 +207,17 @@ def read_strategy(text: str) -> tuple[Any, str]:
     Raises:
       ShardingError: A strategy cannot be read, or has problems.
     """
-    names = strategy_names(text)
-    combined = _strategy(names[0])
-    for overlay in names[1:]:
-        combined = combined | _strategy(overlay)
-    label = " | ".join(map(os.path.basename, names))
-    # File names may not be UTF-8.
-    return combined, label.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _strategy(name: str) -> Any:
     from shardwright.strategy.model import Strategy
 
-    if not is_file_name(name):
+    names = strategy_names(text)
+    for name in names:
         # A mesh written with a space becomes two words: `--mesh dp:2 tp:4`.
         if re.fullmatch(r"\w+:-?\d+", name):
-            raise StrategyError(
-                f"{name!r} is not a strategy",
-                fix=f"a mesh is one word, its axes joined by commas: --mesh dp:2,{name}",
-            )
-        if name not in Strategy.presets():
-            hint = did_you_mean(name, Strategy.presets())
-            known = f"presets are {', '.join(Strategy.presets())}; a file ends in .toml or .json"
-            raise StrategyError(f"no preset {name!r}", fix=f"{hint} {known}".strip())
-        return Strategy.preset(name)
-    stem = os.path.splitext(name)[0]
-    # A copy of a preset may have its name, so the file comes first.
-    if stem in Strategy.presets() and not os.path.exists(name):
-        raise StrategyError(f"no file {name!r}", fix=f"for the preset, write {stem}")
-    return Strategy.load(name)
-
-
-def unreadable(name: str, error: OSError, *, verb: str = "read") -> StrategyError:
-    """Return the error for a file that cannot be read or written."""
-    return StrategyError(
-        f"cannot {verb} {name!r}: {(error.strerror or str(error)).lower()}",
-        fix="check the path and its permissions",
-    )
-
-
-def write_page(name: str, page: str) -> None:
-    """Write an HTML page.
-
-    Raises:
-      StrategyError: The file cannot be written.
-    """
-    try:
-        Path(name).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise unreadable(name, error, verb="write") from error
+            fix = f"a mesh is one word, its axes joined by commas: --mesh dp:2,{name}"
+            raise StrategyError(f"{name!r} is not a strategy", fix=fix)
+    label = " | ".join(map(os.path.basename, names))
+    # File names may not be UTF-8.
+    return Strategy.read(text), label.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> MeshSpec | None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from shardwright import _jax
-from shardwright.cli.python_files import raised_error, read_function
+from shardwright.cli.python_files import check_call, read_function, user_code
 from shardwright.errors import ShardingError, StrategyError
 from shardwright.inference.infer import infer_axes
 from shardwright.inference.inferred import Inferred
@@ -84,17 +84,14 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> NamedModel:
         f"{file}:{params}", example="init", fix="name a function of the file in --params"
     )
     pairs = [read_input(text) for text in inputs]
-    try:
-        result: list[_Params] = []
+    result: list[_Params] = []
+    with user_code(f"{file}:{params}"):
         # `jax.eval_shape` returns arrays only, so `_arrays` keeps what else there is.
         shapes = jax.eval_shape(lambda *keys: _arrays(init(*keys), result), *_keys(init))
-    except ShardingError:
-        raise
-    except Exception as error:
-        raise raised_error(f"{file}:{params}", error) from error
     # `eval_shape` traces the function once, so it puts one value into the list.
     (found,) = result
-    _check_inputs(name, forward, pairs)
+    fix = f"add one --input for each array after the parameters, in order: {_INPUT_EXAMPLE}"
+    check_call(name, forward, None, *pairs, fix=fix)  # None stands for the parameters
     return NamedModel(
         name=name,
         forward=found.forward(forward),
@@ -102,20 +99,6 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> NamedModel:
         inputs=tuple(shape for shape, _ in pairs),
         seeds=tuple(axes for _, axes in pairs),
     )
-
-
-def _check_inputs(name: str, forward: Callable[..., Any], inputs: Sequence[Any]) -> None:
-    """Raise an error if a function cannot be called with the parameters and these inputs."""
-    try:
-        # None stands for the parameters.
-        inspect.signature(forward).bind(None, *inputs)
-    except TypeError as error:
-        given = f"{len(inputs)} --input" if inputs else "no --input"
-        taken = ", ".join(inspect.signature(forward).parameters) or "nothing"
-        raise StrategyError(
-            f"{name} takes {taken}, and {given} is given beside --params",
-            fix=f"add one --input for each array after the parameters, in order: {_INPUT_EXAMPLE}",
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,16 +146,14 @@ _ARRAY = object()
 def _arrays(params: Any, result: list[_Params]) -> list[Any]:
     """Return the arrays of parameters, and put the rest into a list."""
     leaves, tree = jax.tree.flatten(params, is_leaf=is_array_spec)
-    is_array = [not (is_array_spec(leaf) or _is_fixed(leaf)) for leaf in leaves]
+    # As an array, a number such as a probability would be a tracer, on which no model can branch.
+    fixed = (bool, int, float, complex, str)
+    is_array = [
+        not (is_array_spec(leaf) or callable(leaf) or isinstance(leaf, fixed)) for leaf in leaves
+    ]
     kept = [_ARRAY if each else leaf for leaf, each in zip(leaves, is_array, strict=True)]
     result.append(_Params(tree, kept))
     return list(itertools.compress(leaves, is_array))
-
-
-def _is_fixed(leaf: Any) -> bool:
-    """Tell whether a leaf is a function or a number, such as a probability, and not an array."""
-    # As an array, such a number would be a tracer, on which the model cannot branch.
-    return callable(leaf) or isinstance(leaf, (bool, int, float, complex, str))
 
 
 def infer_model(
@@ -215,12 +196,8 @@ def infer_model(
             own_axes=own_axes,
         )
 
-    try:
+    with user_code(model.name):
         return infer_on_one_device(infer, own_axes)
-    except ShardingError:
-        raise
-    except Exception as error:
-        raise raised_error(model.name, error) from error
 
 
 def infer_on_one_device(
@@ -281,23 +258,16 @@ def read_input(text: str) -> tuple[jax.ShapeDtypeStruct, tuple[str | None, ...]]
     """
     match = _INPUT.fullmatch(text)
     if match is None or not is_dtype(match[1]):
-        raise StrategyError(
-            f"--input {text!r} is not dtype[shape] and axes", fix=f"write {_INPUT_EXAMPLE}"
-        )
+        what = f"--input {text!r} is not dtype[shape] and axes"
+        raise StrategyError(what, fix=f"write {_INPUT_EXAMPLE}")
     shape = tuple(int(size) for size in match[2].replace(",", " ").split())
     words = match[3].replace(",", " ").split()
     # Without axes, inference starts from the operations of the model alone.
     if len(words) not in (0, len(shape)) or not all(map(_AXIS.fullmatch, words)):
-        raise StrategyError(
-            f"--input {text!r} does not have one axis for each of {len(shape)} dims",
-            fix=f"write {_INPUT_EXAMPLE}, with ? for a dim of unknown axis",
-        )
-    axes = tuple(map(_axis, words)) if words else (None,) * len(shape)
+        what = f"--input {text!r} does not have one axis for each of {len(shape)} dims"
+        raise StrategyError(what, fix=f"write {_INPUT_EXAMPLE}, with ? for a dim of unknown axis")
+    # None is a dim of unknown axis.
+    known = {"?": None, "EMPTY": EMPTY}
+    axes = tuple(known[word] if word in known else canonical_axis(word) for word in words)
+    axes = axes or (None,) * len(shape)
     return jax.ShapeDtypeStruct(shape, match[1]), axes
-
-
-def _axis(word: str) -> str | None:
-    """Return the axis of a word; None for a dim of unknown axis."""
-    if word == "?":
-        return None
-    return EMPTY if word == "EMPTY" else canonical_axis(word)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
-from shardwright.cli.inputs import Setting, write_page
+from shardwright.cli.inputs import Setting
 from shardwright.cli.plan_advice import too_large_text
 from shardwright.cli.plan_checks import limit_failures
 from shardwright.cli.programs import plan_program, read_options, read_programs
@@ -22,6 +23,7 @@ from shardwright.plan.verify.run import Verification
 from shardwright.plan.walk.events import Event
 from shardwright.show.page import plan_html
 from shardwright.show.verification import verification_text
+from shardwright.strategy import files
 from shardwright.vocabulary.modes import mode_name
 from shardwright.vocabulary.units import bytes_text
 
@@ -44,7 +46,10 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         notes=notes,
     )
     # Before the plans, which take longest.
-    _check_forbidden(arguments, programs)
+    for rule in arguments.forbid:
+        if rule.mode is not None and rule.mode not in programs:
+            what = f"--forbid {rule.text!r} names a mode that is not planned"
+            raise StrategyError(what, fix=f"the modes are {', '.join(map(mode_name, programs))}")
     reports = {
         mode: plan_program(
             program,
@@ -71,7 +76,12 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
     )
     failures += _too_large(setting, programs, reports, verified)
     if arguments.html is not None:
-        _write_page(arguments, reports, verified)
+        page = plan_html(
+            {mode_name(mode): report for mode, report in reports.items()},
+            title=f"Plan of {os.path.basename(arguments.model)}",
+            verified={mode_name(mode): each for mode, each in verified.items()},
+        )
+        files.write_text(Path(arguments.html), page)
     incomplete = any(not report.walked.complete for report in reports.values())
     failed = bool(breaches or failures or incomplete)
     if arguments.json:
@@ -116,15 +126,6 @@ def _too_large(
     ]
 
 
-def _check_forbidden(arguments: argparse.Namespace, modes: Collection[str]) -> None:
-    for rule in arguments.forbid:
-        if rule.mode is not None and rule.mode not in modes:
-            raise StrategyError(
-                f"--forbid {rule.text!r} names a mode that is not planned",
-                fix=f"the modes are {', '.join(map(mode_name, modes))}",
-            )
-
-
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the model with their values. Raise an error if one has several."""
     options = read_options(arguments)
@@ -135,19 +136,6 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
                 fix=f"write --set {name}={values[0]}; shardwright search compares several values",
             )
     return {name: values[0] for name, values in options.items()}
-
-
-def _write_page(
-    arguments: argparse.Namespace,
-    reports: Mapping[str, PlanReport],
-    verified: Mapping[str, Verification],
-) -> None:
-    page = plan_html(
-        {mode_name(mode): report for mode, report in reports.items()},
-        title=f"Plan of {os.path.basename(arguments.model)}",
-        verified={mode_name(mode): each for mode, each in verified.items()},
-    )
-    write_page(arguments.html, page)
 
 
 def _breaches(

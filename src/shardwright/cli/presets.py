@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
-from shardwright.cli.inputs import unreadable
 from shardwright.cli.show import print_json, print_lines, width_of
-from shardwright.errors import StrategyError, did_you_mean
+from shardwright.errors import StrategyError
 from shardwright.show.tables import table
 from shardwright.strategy import files
 
@@ -70,12 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise StrategyError(
             f"presets {action} {'takes no preset' if action == 'list' else 'takes a preset'}",
             fix=f"write {fix[action]}",
-        )
-    if preset is not None and preset not in files.preset_names():
-        hint = did_you_mean(preset, files.preset_names())
-        raise StrategyError(
-            f"no preset {preset!r}",
-            fix=f"{hint} presets are {', '.join(files.preset_names())}".strip(),
         )
     if action == "list":
         _list(arguments)
@@ -147,23 +140,14 @@ def _copy(preset: str, path: Path, *, name: str | None, force: bool) -> Path:
         path = path / f"{preset}.toml"
     # A file name may have bytes that are not UTF-8, but a strategy file must be UTF-8.
     name = (path.stem if name is None else name).encode(errors="replace").decode()
-    try:
-        if path.suffix == ".toml":
-            # Copy the text, to keep the comments.
-            files.write_text(path, _renamed(files.preset_text(preset), name), overwrite=force)
-        else:
-            from shardwright.strategy.model import Strategy
+    # Copy the text of TOML, to keep the comments.
+    if path.suffix == ".toml":
+        text = _renamed(files.preset_text(preset), name)
+        return files.write_text(path, text, overwrite=force)
+    from shardwright.strategy.model import Strategy
 
-            data = {**Strategy.preset(preset).to_data(), "name": name}
-            files.write_text(path, files.rendered(path, data), overwrite=force)
-    except FileExistsError as error:
-        raise StrategyError(
-            f"{os.fspath(path)!r} exists",
-            fix="choose another name, or replace it with --force",
-        ) from error
-    except OSError as error:
-        raise unreadable(os.fspath(path), error, verb="write") from error
-    return path
+    data = {**Strategy.preset(preset).to_data(), "name": name}
+    return files.write(path, data, overwrite=force)
 
 
 def _renamed(text: str, name: str) -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from shardwright import _jax
 from shardwright.cli.inputs import read_count
-from shardwright.cli.python_files import raised_error, read_function
+from shardwright.cli.python_files import check_call, read_function, user_code
 from shardwright.cli.reference import is_config, read_reference
-from shardwright.errors import ShardingError, StrategyError, located
+from shardwright.errors import StrategyError
 from shardwright.manager.manager import PartitionManager
 from shardwright.plan.hardware import Topology
 from shardwright.plan.planner import PlanReport, Program, plan
@@ -32,7 +30,7 @@ def plan_program(
     Raises:
       StrategyError: The function raises.
     """
-    try:
+    with user_code(label):
         return plan(
             manager,
             program.function,
@@ -43,10 +41,6 @@ def plan_program(
             donated=program.donated,
             topology=topology,
         )
-    except ShardingError:
-        raise
-    except Exception as error:
-        raise raised_error(label, error) from error
 
 
 def read_programs(
@@ -85,18 +79,16 @@ def read_programs(
         raise StrategyError(f"{model} {what}", fix="return one Program for each mode")
     for key, program in by_mode.items():
         if not isinstance(program, Program):
+            what = f"{model} returned {program!r:.80} for {mode_name(key)}"
             raise StrategyError(
-                f"{model} returned {program!r:.80} for {mode_name(key)}",
-                fix="return shardwright.plan.Program(function, shapes, specs)",
+                what, fix="return shardwright.plan.Program(function, shapes, specs)"
             )
     if mode is None:
         return by_mode
     key = parse_mode(mode)
     if key not in by_mode:
-        raise StrategyError(
-            f"{model} has no mode {mode_name(key)}",
-            fix=f"its modes are {', '.join(map(mode_name, by_mode))}",
-        )
+        fix = f"its modes are {', '.join(map(mode_name, by_mode))}"
+        raise StrategyError(f"{model} has no mode {mode_name(key)}", fix=fix)
     return {key: by_mode[key]}
 
 
@@ -107,14 +99,9 @@ def _call(model: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
         example="model.py:programs",
         fix="define it; it returns a shardwright.plan.Program, or a dict of them by mode",
     )
-    # Before the call, because a TypeError of the call may come from inside the function.
-    _check_options(model, function, options)
-    try:
+    check_call(model, function, **options)
+    with user_code(model, locate=True):
         returned = function(**options)
-    except ShardingError as error:
-        raise located(error, _jax.raising_line(error)) from error
-    except (Exception, SystemExit) as error:
-        raise raised_error(model, error) from error
     return returned if isinstance(returned, Mapping) else {MODES[0]: returned}
 
 
@@ -129,25 +116,18 @@ def read_options(arguments: argparse.Namespace) -> dict[str, list[Any]]:
     if arguments.batch is not None:
         options["batch"], given["batch"] = [arguments.batch], f"--batch {arguments.batch}"
     for text in arguments.set:
-        name, values = _parse_option(text)
+        name, equals, values = text.partition("=")
+        name = name.strip()
+        if not equals or not name.isidentifier() or not all(values.split(",")):
+            raise StrategyError(f"--set {text!r:.80} is not NAME=A,B", fix="--set remat=none,full")
         if name in options:
-            raise StrategyError(
-                f"{name} is given twice: {given[name]} and --set {text:.80}", fix="keep one of them"
-            )
-        options[name], given[name] = values, f"--set {text:.80}"
+            what = f"{name} is given twice: {given[name]} and --set {text:.80}"
+            raise StrategyError(what, fix="keep one of them")
+        words = [value.strip() for value in values.split(",")]
+        # The function of the model reads the words.
+        options[name] = [int(word) if word.isdecimal() else word for word in words]
+        given[name] = f"--set {text:.80}"
     return options
-
-
-def _parse_option(text: str) -> tuple[str, list[Any]]:
-    """Return name and values of text such as `remat=none,full`."""
-    name, equals, values = text.partition("=")
-    name = name.strip()
-    if not equals or not name.isidentifier() or not all(values.split(",")):
-        raise StrategyError(f"--set {text!r:.80} is not NAME=A,B", fix="--set remat=none,full")
-    # Values are integers or words; the function of the model reads the words.
-    return name, [
-        int(value) if value.strip().isdecimal() else value.strip() for value in values.split(",")
-    ]
 
 
 def add_model_options(command: argparse.ArgumentParser, *, several: bool) -> None:
@@ -164,15 +144,3 @@ def add_model_options(command: argparse.ArgumentParser, *, several: bool) -> Non
         if several
         else "call the function with NAME=A; repeat it for more",
     )
-
-
-def _check_options(model: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise an error if the function of a model does not take exactly these keyword arguments."""
-    try:
-        inspect.signature(function).bind(**options)
-    except TypeError as error:
-        names = ", ".join(inspect.signature(function).parameters) or "no arguments"
-        raise StrategyError(
-            f"{model} cannot be called with ({', '.join(options)}): {error}",
-            fix=f"it takes {names}",
-        ) from error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,27 +55,53 @@ def read_module(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[path.stem] = module  # where dataclasses look up the module of their class
     try:
-        spec.loader.exec_module(module)
-    except ShardingError as error:
-        raise located(error, _jax.raising_line(error)) from error
-    except SyntaxError as error:
-        what = f"{path}:{error.lineno} is not Python: {error.msg}"
-        raise StrategyError(what, fix="correct the file") from error
-    # A script may call `sys.exit` when it is imported.
-    except (Exception, SystemExit) as error:
-        raise raised_error(str(path), error) from error
+        with user_code(str(path), locate=True):
+            spec.loader.exec_module(module)
     finally:
         sys.path.pop(0)
     return module
 
 
-def raised_error(what: str, error: BaseException) -> StrategyError:
-    """Return an error that says what user code raised, and at which line of the user's file."""
-    frames = traceback.extract_tb(error.__traceback__)
-    # The innermost line outside of installed packages is where the user can act.
-    inside = [frame for frame in frames if "site-packages" not in frame.filename]
-    place = f" at {Path(inside[-1].filename).name}:{inside[-1].lineno}" if inside else ""
-    return StrategyError(
-        f"{what} raised {type(error).__name__}: {error}{place}",
-        fix="correct the file: it must import, and its functions must run under jax.eval_shape",
-    )
+@contextlib.contextmanager
+def user_code(what: str, *, locate: bool = False) -> Iterator[None]:
+    """Run code of a user. What it raises becomes an error that names the line of their file.
+
+    Args:
+      what: Name of the code in messages.
+      locate: Whether an error of this library gets the line too.
+    """
+    try:
+        yield
+    except ShardingError as error:
+        if not locate:
+            raise
+        raise located(error, _jax.raising_line(error)) from error
+    except SyntaxError as error:
+        place = f"{error.filename}:{error.lineno}"
+        raise StrategyError(
+            f"{place} is not Python: {error.msg}", fix="correct the file"
+        ) from error
+    # A script may call `sys.exit` when it is imported.
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        # The innermost line outside of installed packages is where the user can act.
+        inside = [frame for frame in frames if "site-packages" not in frame.filename]
+        place = f" at {Path(inside[-1].filename).name}:{inside[-1].lineno}" if inside else ""
+        what = f"{what} raised {type(error).__name__}: {error}{place}"
+        fix = "correct the file: it must import, and its functions must run under jax.eval_shape"
+        raise StrategyError(what, fix=fix) from error
+
+
+def check_call(
+    name: str, function: Callable[..., Any], *arguments: Any, fix: str = "", **options: Any
+) -> None:
+    """Check that a function takes arguments, before a TypeError may come from inside of it.
+
+    Raises:
+      StrategyError: It does not take them.
+    """
+    try:
+        inspect.signature(function).bind(*arguments, **options)
+    except TypeError as error:
+        taken = ", ".join(inspect.signature(function).parameters) or "no arguments"
+        raise StrategyError(f"{name} takes {taken}: {error}", fix=fix or f"pass {taken}") from error

@@ -93,10 +93,8 @@ def _check(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in _OPTIONS:
             hint = did_you_mean(name, _OPTIONS)
-            raise StrategyError(
-                f"a config.json has no option {name!r:.40}",
-                fix=f"{hint} options are {', '.join(_OPTIONS)}".strip(),
-            )
+            fix = f"{hint} options are {', '.join(_OPTIONS)}".strip()
+            raise StrategyError(f"a config.json has no option {name!r:.40}", fix=fix)
         if name in _WHOLE and (type(value) is not int or value < 1):
             what = f"{name}={value!r:.40} is not a positive integer"
             raise StrategyError(what, fix=f"{name}=64")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 from shardwright.cli.arguments import EXIT_CODES, make_parser
-from shardwright.cli.inputs import unreadable
 from shardwright.cli.show import print_lines
 from shardwright.strategy import files
 
@@ -49,9 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.file is None:
         print_lines(text.split("\n"))
         return 0
-    try:
-        files.write_text(Path(arguments.file), text + "\n")
-    except OSError as error:
-        raise unreadable(os.fspath(arguments.file), error, verb="write") from error
+    files.write_text(Path(arguments.file), text + "\n")
     print_lines([f"schema written to {arguments.file}"])
     return 0

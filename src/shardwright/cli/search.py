@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
-from shardwright.cli.inputs import read_count, read_strategy, unreadable, write_page
+from shardwright.cli.inputs import read_count, read_strategy
 from shardwright.cli.programs import add_model_options, read_options, read_programs
 from shardwright.cli.relayout import relayout_lines
 from shardwright.cli.show import ProgressLine, print_json, print_lines, width_of
@@ -31,6 +31,8 @@ from shardwright.plan.search.verify import VerifiedCandidate, verify_front
 from shardwright.plan.verify.compiler import TIMEOUT
 from shardwright.show.page import search_html
 from shardwright.show.search import search_text, verified_text
+from shardwright.strategy import files
+from shardwright.strategy.foreign_files import cannot
 from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
 _EPILOG = f"""\
@@ -159,7 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
     progress.close()
     if arguments.html is not None:
         title = f"Search for {os.path.basename(arguments.model)} on {topology}"
-        write_page(arguments.html, search_html(reports, title=title))
+        files.write_text(Path(arguments.html), search_html(reports, title=title))
     if arguments.json:
         _print_json(reports, written, verified)
     else:
@@ -363,7 +365,7 @@ def _make_folder(name: str) -> None:
     try:
         Path(name).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise unreadable(name, error, verb="create") from error
+        raise cannot("create", name, error) from error
     if not os.access(name, os.W_OK | os.X_OK):
         raise StrategyError(f"cannot write in {name!r}", fix="check its permissions")
 

@@ -5,10 +5,7 @@ Such a file is a tree in TOML or JSON with the axes, shape, role and dtype of ea
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,8 @@ from shardwright.errors import Problem, ShardingError, StrategyError, did_you_me
 from shardwright.strategy import files
 from shardwright.strategy.foreign_files import LONGEST_JSON, read_text
 from shardwright.strategy.limits import first_problems, has_too_many_elements
-from shardwright.strategy.origin import KeyPath, KeySources, source_of, where
+from shardwright.strategy.origin import KeyPath, KeySources, problem_at
+from shardwright.strategy.tables import at_path
 from shardwright.trees.tensors import Tensor, is_dtype
 from shardwright.vocabulary.axes import Role
 
@@ -26,7 +24,6 @@ _SHARED = ("role", "dtype")
 _EXAMPLE = (
     'axes = "EMBED MLP_INTERMEDIATE", shape = [4096, 14336], role = "param", dtype = "bfloat16"'
 )
-_JSON_EXAMPLE = '{"mlp": {"wi": {"axes": "EMBED MLP_INTERMEDIATE"}}}'
 
 
 def read_tensors(name: str) -> tuple[Tensor, ...]:
@@ -39,36 +36,18 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
       StrategyError: Every problem of the file, each with file, line and key path.
     """
     path = Path(name)
-    if path.suffix not in (".toml", ".json"):
-        raise StrategyError(
-            f"{path.name!r} is neither a .toml nor a .json file",
-            fix="give the file one of these endings",
-        )
     text = read_text(path, most=LONGEST_JSON)
-    if path.suffix == ".json" and text.lstrip()[:1] != "{":
-        raise StrategyError(
-            "a file of tensors must be an object", path=path.name, fix=_JSON_EXAMPLE
-        )
     data, origin = files.parse(text, format=path.suffix[1:], source=path.name)
     if any(_is_table_of_rules(data.get(name)) for name in ("mesh", "rules")):
-        raise StrategyError(
-            "this is a strategy file, not a file of tensors",
-            path=path.name,
-            fix="pass it as the strategy; a file of tensors has one table per tensor, "
-            f"such as [mlp.wi]: {_EXAMPLE}",
-        )
+        what = "this is a strategy file, not a file of tensors"
+        fix = "pass it as the strategy; a file of tensors has one table per tensor, such as "
+        raise StrategyError(what, path=path.name, fix=f"{fix}[mlp.wi]: {_EXAMPLE}")
     # All problems of the file are collected, so that one run shows them.
     problems: list[Problem] = []
     tensors = tuple(_walk(data, (), {}, origin, problems))
     if not tensors and not problems:
-        problems.append(
-            Problem(
-                error=StrategyError,
-                what="the file has no tensors",
-                path=path.name,
-                fix=f"[mlp.wi]: {_EXAMPLE}",
-            )
-        )
+        fix = f"[mlp.wi]: {_EXAMPLE}"
+        problems.append(problem_at((), origin, "the file has no tensors", fix))
     raise_problems(first_problems(problems))
     return tensors
 
@@ -111,57 +90,15 @@ def _walk(
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _walk(value, (*path, key), shared, origin, problems)
-        elif (
-            isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value)
-        ):
-            problems.append(_listed((*path, key), value, origin))
         elif key not in _SHARED:
-            what = "the tensor has no axes" if key in _KEYS else f"{key!r} is not a table"
-            hint = "" if key in _KEYS else did_you_mean(key, _KEYS)
-            problems.append(
-                _problem(
-                    (*path, key), origin, what, f"{hint} a tensor is a table: {_EXAMPLE}".strip()
-                )
-            )
-
-
-def _listed(path: KeyPath, entries: Sequence[Mapping[str, Any]], origin: KeySources) -> Problem:
-    """Return the problem of a list of tables, such as `[[tensors]]`: a tensor is a named table."""
-    first = entries[0]
-    name = next(
-        (first[key] for key in ("path", "name") if isinstance(first.get(key), str) and first[key]),
-        "",
-    )
-    what, headers = (
-        "tensors cannot be a list: each tensor is a table that is named by its path",
-        _header([*path, "0"]),
-    )
-    if "match" in first:
-        what = "entries with match= belong in a strategy file; this file names the tensors"
-        headers = _header(["lm_head", "kernel"])
-    elif name:
-        headers = _header(name.split("/"))
-    elif len(entries) > 1:
-        headers += f", {_header([*path, '1'])}"
-    place = next((key for key in ((*path, "0"), path) if key in origin), path)
-    in_json = origin.get((), "").endswith(".json")
-    fix = (
-        f'{_JSON_EXAMPLE}, a level for each "/"'
-        if in_json
-        else f"write {headers}, and below it {_EXAMPLE}"
-    )
-    return dataclasses.replace(
-        _problem(place, origin, what, fix),
-        path=f"{source_of(place, origin)} {'.'.join(path)}".strip(),
-    )
-
-
-def _header(parts: Sequence[str]) -> str:
-    """Return the header of a TOML table."""
-    bare = re.compile(r"[A-Za-z0-9_-]+")
-    # JSON escapes are valid in a basic string of TOML.
-    names = [part if bare.fullmatch(part) else json.dumps(part) for part in parts]
-    return f"[{'.'.join(names)}]"
+            at, what, hint = (*path, key), f"{key!r} is not a table", did_you_mean(key, _KEYS)
+            if key in _KEYS:
+                what, hint = "the tensor has no axes", ""
+            elif isinstance(value, list):
+                at = (*at, "0")  # an array of tables has the lines of its tables only
+                what = "tensors cannot be a list: each tensor is a table that is named by its path"
+            fix = f"{hint} a tensor is a table [mlp.wi]: {_EXAMPLE}".strip()
+            problems.append(problem_at(at, origin, what, fix))
 
 
 def _tensor(
@@ -171,7 +108,7 @@ def _tensor(
     before = len(problems)
     axes = _axes(table["axes"], (*path, "axes"), origin, problems)
     problems += [
-        _problem((*path, key), origin, what, fix) for key, what, fix in _problems_of(table)
+        problem_at((*path, key), origin, what, fix) for key, what, fix in _problems_of(table)
     ]
     if len(problems) > before:
         return None
@@ -211,23 +148,11 @@ def _is_shape(value: Any) -> bool:
 def _axes(value: Any, path: KeyPath, origin: KeySources, problems: list[Problem]) -> Any:
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        problems.append(
-            _problem(
-                path,
-                origin,
-                f"{value!r} is not a list of axes",
-                'write "EMBED HEAD HEAD_DIM" or ["EMBED", "HEAD", "HEAD_DIM"]',
-            )
-        )
+        fix = 'write "EMBED HEAD HEAD_DIM" or ["EMBED", "HEAD", "HEAD_DIM"]'
+        problems.append(problem_at(path, origin, f"{value!r} is not a list of axes", fix))
         return None
     try:
         return read_axes(words)
     except ShardingError as error:
-        problems += [
-            dataclasses.replace(problem, path=where(path, origin)) for problem in error.problems
-        ]
+        problems += [at_path(problem, path, origin) for problem in error.problems]
         return None
-
-
-def _problem(path: KeyPath, origin: KeySources, what: str, fix: str) -> Problem:
-    return Problem(error=StrategyError, what=what, path=where(path, origin), fix=fix)

@@ -52,11 +52,8 @@ def mesh_for(strategy: Any, mesh: Any) -> Mesh | AbstractMesh:
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return mesh
     if mesh is not None:
-        raise MeshSpecError(
-            f"mesh={mesh!r} is neither a Mesh nor an AbstractMesh",
-            fix='pass create_mesh("dp:2,tp:4"), '
-            'or abstract_mesh("dp:2,tp:4") to plan without devices',
-        )
+        fix = 'pass create_mesh("dp:2,tp:4"), or abstract_mesh("dp:2,tp:4") to plan without devices'
+        raise MeshSpecError(f"mesh={mesh!r} is neither a Mesh nor an AbstractMesh", fix=fix)
     if not isinstance(strategy, (AxisRules, PartitionAxis)):
         return strategy.make_mesh()  # type: ignore[no-any-return]
     # `get_mesh` raises an error inside a trace.
@@ -80,43 +77,32 @@ def check_rules_on_mesh(rules: AxisRules, sizes: Mapping[str, int]) -> None:
         return  # A dim is replicated over a missing axis, and each resolution records that.
     names = (*rules.named_mesh_axes(), *rules.policy.idle)
     # Presets name standard mesh axes that many meshes lack, so these are no error.
-    raise_problems([_missing_mesh_axis(axis, sizes) for axis in foreign_mesh_axes(names, sizes)])
-    raise_problems(
-        [_idle_mesh_axis(axis, sizes, rules) for axis in unnamed_mesh_axes(rules, sizes)]
-    )
+    problems = []
+    for axis in foreign_mesh_axes(names, sizes):
+        what = f"a rule names the mesh axis {axis!r}, which the mesh {dict(sizes)} does not have"
+        known = ", ".join(dict.fromkeys([*sizes, *STANDARD_MESH_AXES]))
+        fix = did_you_mean(axis, sizes) or f"add it to the mesh, or name one of {known}"
+        problem = Problem(error=MeshMismatchError, what=what, mesh_axes=(axis,), fix=fix)
+        problems.append(problem)
+    named = ", ".join(rules.named_mesh_axes()) or "no mesh axis"
+    is_axis = any(rule.ref.source == "PartitionAxis" for _, rule in rules.activations[0])
+    # Nothing is sharded over an axis that no rule names.
+    for axis in unnamed_mesh_axes(rules, sizes):
+        what = f"no rule names the mesh axis {axis}={sizes[axis]}, so everything would be "
+        what += f"replicated over it; the rules name {named}"
+        fix = (_NAME_IN_AXIS if is_axis else _NAME_IN_RULES).format(axis=axis)
+        problem = Problem(error=MeshMismatchError, what=what, mesh_axes=(axis,), fix=fix)
+        problems.append(problem)
+    raise_problems(problems)
 
 
-def _missing_mesh_axis(axis: str, sizes: Mapping[str, int]) -> Problem:
-    names = ", ".join(dict.fromkeys([*sizes, *STANDARD_MESH_AXES]))
-    return Problem(
-        error=MeshMismatchError,
-        what=f"a rule names the mesh axis {axis!r}, which the mesh {dict(sizes)} does not have",
-        mesh_axes=(axis,),
-        fix=did_you_mean(axis, sizes) or f"add it to the mesh, or name one of {names}",
-    )
-
-
-def _idle_mesh_axis(axis: str, sizes: Mapping[str, int], rules: AxisRules) -> Problem:
-    """Return the problem of a mesh axis that no rule names. Nothing is sharded over it."""
-    named = rules.named_mesh_axes()
-    names = f"the rules name {', '.join(named)}" if named else "the rules name no mesh axis"
-    fix = (
-        f'use {axis} in a rule, for instance batch = "{axis}", '
-        "build the mesh with axes that the rules name, for instance "
-        'jax.sharding.Mesh(mesh.devices, ("fsdp", "tp")), '
-        f'or declare that it is idle, [policy] idle = "{axis}"'
-    )
-    if any(rule.ref.source == "PartitionAxis" for _, rule in rules.activations[0]):
-        fix = (
-            f'name it in the PartitionAxis, for instance tensor_parallel_axis="{axis}", '
-            "build the mesh with axes that it names, "
-            f'or declare that it is idle, by policy=sw.Policy(idle=("{axis}",)) of '
-            "PartitionAxis.compile or of the PartitionManager of interop.eformer"
-        )
-    return Problem(
-        error=MeshMismatchError,
-        what=f"no rule names the mesh axis {axis}={sizes[axis]}, "
-        f"so everything would be replicated over it; {names}",
-        mesh_axes=(axis,),
-        fix=fix,
-    )
+_NAME_IN_RULES = (
+    'use {axis} in a rule, for instance batch = "{axis}", build the mesh with axes that the rules '
+    'name, for instance jax.sharding.Mesh(mesh.devices, ("fsdp", "tp")), or declare that it is '
+    'idle, [policy] idle = "{axis}"'
+)
+_NAME_IN_AXIS = (
+    'name it in the PartitionAxis, for instance tensor_parallel_axis="{axis}", build the mesh with '
+    'axes that it names, or declare that it is idle, by policy=sw.Policy(idle=("{axis}",)) of '
+    "PartitionAxis.compile or of the PartitionManager of interop.eformer"
+)

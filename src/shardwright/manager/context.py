@@ -18,6 +18,7 @@ from collections.abc import Hashable
 from typing import Any, Final, Self
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from shardwright import _jax
 from shardwright.errors import NoManagerError
@@ -297,7 +298,11 @@ def current() -> Any:
         # Outside of a trace no program is being cached that reads the manager, so a wrong key is
         # harmless.
         if found is not None and found.key.values != key.values and _jax.in_trace():
-            raise _unknown_to_jax(found, key)
+            other = f"; they know {key}, entered by another task" if key.values is not None else ""
+            what = "JAX's caches in this thread do not know the ambient manager, "
+            fix = "enter it again around the call of the jitted function, "
+            fix += "with sw.current_manager(): ..., without an await inside"
+            raise NoManagerError(f"{what}{found.manager!r}{other}", fix=fix)
         entry = found
     if entry is None:
         if not key.asked and _jax.in_trace():
@@ -316,15 +321,6 @@ def current() -> Any:
             last.key = key.fresh()
             _AMBIENT(last.key).__enter__()
     return entry.manager
-
-
-def _unknown_to_jax(entry: _EnteredManager, key: Key) -> NoManagerError:
-    other = f"; they know {key}, entered by another task" if key.values is not None else ""
-    return NoManagerError(
-        f"JAX's caches in this thread do not know the ambient manager, {entry.manager!r}{other}",
-        fix="enter it again around the call of the jitted function, "
-        "with sw.current_manager(): ..., without an await inside",
-    )
 
 
 def _replace_default(fresh: Key) -> None:
@@ -351,3 +347,14 @@ def require(what: str, *, method: bool = True) -> Any:
             + (f", or call pm.{what}(...)" if method else ""),
         )
     return manager
+
+
+def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
+    """Return "cpu", "gpu" or "tpu": the target of a plan, else the platform of a mesh's devices, or
+    of JAX's default backend if there are none.
+    """
+    target: str | None = TARGET.value
+    if target is not None:
+        return target
+    name = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+    return "gpu" if name in ("cuda", "rocm") else str(name)

@@ -24,7 +24,6 @@ from shardwright.manager import constraint
 from shardwright.manager.core import Manager
 from shardwright.manager.effect import Decided
 from shardwright.manager.trees import map_leaves
-from shardwright.manager.weights import path_required
 from shardwright.processes.host_data import (
     compare_copies,
     compare_data,
@@ -34,8 +33,9 @@ from shardwright.processes.host_data import (
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import Resolution
 from shardwright.resolution.problems import dim_problem, suggest_for_missing_size
-from shardwright.resolution.request import ShardingRequest
-from shardwright.vocabulary.annotations import read_annotation, tree_of_annotations
+from shardwright.resolution.request import ShardingRequest, lower_local
+from shardwright.resolution.rules import AxisRules
+from shardwright.vocabulary.annotations import PartOf, read_annotation, tree_of_annotations
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.integers import as_integer
 
@@ -130,6 +130,34 @@ def decide_array(manager: Manager, request: ShardingRequest, *, strict: bool = T
     return Decided(request, constraint.make_placement(spec, manager.mesh, ambient), checked, strict)
 
 
+def path_required(
+    request: ShardingRequest, rules: AxisRules, *, local: tuple[int, ...] | None = None
+) -> list[Problem]:
+    """Return a problem if a `[[tensors]]` entry may match a weight whose path is not known.
+
+    Args:
+      request: The weight, without a path.
+      rules: The manager's rules.
+      local: Shape of the weight's shard inside `shard_map`. Defaults to the shape of the request.
+    """
+    annotation = request.annotation
+    if not rules.tensors or (isinstance(annotation, PartOf) and annotation.path):
+        return []
+    dims = request.dims(rules) if local is None else lower_local(annotation, local, rules)
+    # `pm.init` and `pm.shardings` know the path of each leaf and apply such an entry. Here it would
+    # be ignored, and the weight would be gathered from another sharding than its own.
+    names = {name for dim in dims for name in (*dim.axes, dim.semantic_axis)}
+    for entry in rules.tensors:
+        for axis, rule in entry.rules:
+            if axis in names:
+                what = f"[[tensors]] match = {entry.match!r} may match this weight, "
+                what += "but its path is not known here"
+                fix = 'pass the path, gather(..., path="layers/mlp/up"), or path="" at the root; '
+                fix += "shard knows the paths of a tree's leaves"
+                return [Problem(error=StrategyError, what=what, rule=str(rule.ref), fix=fix)]
+    return []
+
+
 def global_array(
     manager: Manager,
     local: Any,
@@ -143,13 +171,20 @@ def global_array(
         compare_parts(group, annotation, local, global_shape)
     local = read_local(local)
     if global_shape is not None:
-        global_shape = _read_shape(global_shape, local)
+        sizes = tuple(map(as_integer, global_shape)) if isinstance(global_shape, Sequence) else ()
+        if len(sizes) != local.ndim or None in sizes:
+            what = f"global_shape={global_shape!r}, and the local array has the shape {local.shape}"
+            fix = "pass one integer per dim, or leave it out"
+            raise ShardingError(what, path="global_shape", fix=fix)
     resolution = manager.answer(ShardingRequest(annotation, global_shape, mode))
     if ShapeRequiredError in {problem.error for problem in resolution.problems}:
         problems = suggest_for_missing_size(resolution, "pass global_shape=")
         raise_problems(problems, resolution=resolution)
     if len(resolution.decisions) != local.ndim:
-        raise_problems([_local_rank_problem(resolution, local)], resolution=resolution)
+        what = f"{resolution.annotation} has rank {len(resolution.decisions)}, "
+        what += f"and the local array has shape {local.shape}"
+        fix = "annotate every dim; the local array has the rank of the global one"
+        raise RankMismatchError(what, fix=fix, resolution=resolution)
     constraint.check_kept(local)
     sharding = manager.sharding_of(resolution)
     if global_shape is None:
@@ -164,12 +199,10 @@ def global_array(
     try:
         array: jax.Array = jax.make_array_from_process_local_data(sharding, local, shape)
     except ValueError as error:
-        raise ShardingError(
-            f"the local array has the shape {local.shape}, which is not the part of this "
-            f"process of {shape} under {sharding.spec}",
-            path="global_shape",
-            fix=f"leave it out for {constraint.global_shape(sharding, local.shape)}",
-        ) from error
+        what = f"the local array has the shape {local.shape}, which is not the part of this "
+        what += f"process of {shape} under {sharding.spec}"
+        fix = f"leave it out for {constraint.global_shape(sharding, local.shape)}"
+        raise ShardingError(what, path="global_shape", fix=fix) from error
     return array
 
 
@@ -185,10 +218,8 @@ def shard_map(
 ) -> Callable[..., Any]:
     """Return the jitted `jax.shard_map` of a function, given annotations instead of specs."""
     if not isinstance(in_axes, (tuple, list)):
-        raise StrategyError(
-            f"in_axes={in_axes!r} is not a tuple",
-            fix="write one annotation, or a tree of annotations, per positional argument",
-        )
+        fix = "write one annotation, or a tree of annotations, per positional argument"
+        raise StrategyError(f"in_axes={in_axes!r} is not a tuple", fix=fix)
     from shardwright.manager.shard_map import SemanticShardMap, checked_outputs, known_sizes
 
     def explain(annotation: Any, shape: Sequence[int] | None, path: str | None) -> Resolution:
@@ -214,13 +245,7 @@ def check_varying(x: Any, resolution: Resolution, path: str | None) -> None:
     A cached resolution may have the path of another array, so the error has the path given here.
     """
     varying = _jax.varying_axes(x)
-    missing = [
-        (decision, axis)
-        for decision in resolution.decisions
-        for axis in decision.manual
-        if axis not in varying
-    ]
-    if not missing:
+    if all(axis in varying for each in resolution.decisions for axis in each.manual):
         return
     resolution = dataclasses.replace(resolution, path=path or resolution.path)
     problems = [
@@ -233,27 +258,8 @@ def check_varying(x: Any, resolution: Resolution, path: str | None) -> None:
             fix=f"shard the value over {axis} in the inputs of shard_map, annotate the dim EMPTY, "
             "or use hint",
         )
-        for decision, axis in missing
+        for decision in resolution.decisions
+        for axis in decision.manual
+        if axis not in varying
     ]
     raise_problems(problems, resolution=resolution)
-
-
-def _read_shape(global_shape: Any, local: Any) -> tuple[int, ...]:
-    """Return `global_shape` as a tuple of integers, one per dim of the local array."""
-    sizes = tuple(map(as_integer, global_shape)) if isinstance(global_shape, Sequence) else ()
-    if len(sizes) != local.ndim or None in sizes:
-        raise ShardingError(
-            f"global_shape={global_shape!r}, and the local array has the shape {local.shape}",
-            path="global_shape",
-            fix="pass one integer per dim, or leave it out",
-        )
-    return tuple(size for size in sizes if size is not None)
-
-
-def _local_rank_problem(resolution: Resolution, local: Any) -> Problem:
-    return Problem(
-        error=RankMismatchError,
-        what=f"{resolution.annotation} has rank {len(resolution.decisions)}, "
-        f"and the local array has shape {local.shape}",
-        fix="annotate every dim; the local array has the rank of the global one",
-    )

@@ -25,6 +25,7 @@ from shardwright.errors import (
     ShardingError,
     StrategyError,
     raise_problems,
+    under,
 )
 from shardwright.manager import constraint, context
 from shardwright.manager.shards import place_for_shard_map
@@ -94,11 +95,8 @@ class SemanticShardMap:
     def __call__(self, *args: Any) -> Any:
         """Resolve the axes from the arguments' shapes and run the function on their shards."""
         if len(args) != len(self.in_axes):
-            raise StrategyError(
-                f"the number of arguments is {len(args)}, and in_axes has length "
-                f"{len(self.in_axes)}",
-                fix="give in_axes one entry per argument",
-            )
+            what = f"the call has {len(args)} arguments, and in_axes has length {len(self.in_axes)}"
+            raise StrategyError(what, fix="give in_axes one entry per argument")
         resolved = _ResolvedInputs()
         in_specs = tuple(
             self._specs(f"argument {position}", arg, axes, resolved)
@@ -222,13 +220,7 @@ class SemanticShardMap:
                 shapes[0], jax.tree.map(lambda output: output.annotation, self.out_axes)
             )
         except ShardingError as error:
-            raise_problems(
-                [
-                    dataclasses.replace(problem, path=f"output {problem.path}".strip())
-                    for problem in error.problems
-                ]
-            )
-            raise
+            raise type(error)(problems=under("output", error)) from error
         return jax.tree.unflatten(
             jax.tree.structure(shapes[0]), [_AnnotatedOutput(leaf.annotation) for leaf in leaves]
         )
@@ -241,10 +233,7 @@ class SemanticShardMap:
                 arg, as_annotation(axes) if is_axes_list(axes) else axes
             )
         except ShardingError as error:
-            resolved.problems += [
-                dataclasses.replace(problem, path=f"{name} {problem.path}".strip())
-                for problem in error.problems
-            ]
+            resolved.problems += under(name, error)
             return None
         for leaf in leaves:
             path = f"{name} {leaf.path}".strip()
@@ -283,12 +272,18 @@ class SemanticShardMap:
                 local = decision.manual or len(dim.axes) > 1
                 size = None if local else self.sizes.get(dim.axes[0])
                 if size is not None and size != decision.size:
-                    problems.append(_two_sizes(path, decision, size))
+                    what = f"the axis has size {decision.size} here, and {size} in sizes="
+                    fix = "remove this axis from sizes=, which is for axes that no input has"
+                    problems.append(_problem(RankMismatchError, path, decision, what, fix))
                 names = tuple(axis for axis in decision.mesh_axes if axis not in decision.manual)
                 before = resolved.mesh_axes.setdefault(dim.axes, names)
                 if before != names:
-                    owner = resolved.owners[dim.axes]
-                    problems.append(_two_ways(path, decision, before, owner))
+                    here, earlier = ("+".join(each) or "-" for each in (names, before))
+                    what = f"the axis is sharded over {here} here, but over {earlier} in "
+                    what += resolved.owners[dim.axes]
+                    fix = "annotate one of them EMPTY or with another axis: "
+                    fix += "inside shard_map an axis has one sharding"
+                    problems.append(_problem(AxisConflictError, path, decision, what, fix))
                 resolved.owners.setdefault(dim.axes, path)
         return problems
 
@@ -303,13 +298,9 @@ class SemanticShardMap:
             )
             repeated = [name for at, name in enumerate(names) if name in used or name in names[:at]]
             if repeated:
-                raise AxisConflictError(
-                    f"mesh axis {repeated[0]} occurs twice",
-                    path="output",
-                    dim=position,
-                    axis=dim.label,
-                    fix="annotate one of the dims EMPTY",
-                )
+                what = f"mesh axis {repeated[0]} occurs twice"
+                fix = "annotate one of the dims EMPTY"
+                raise AxisConflictError(what, path="output", dim=position, axis=dim.label, fix=fix)
             used.update(names)
             entries.append(entry_of(names))
         return canonical_spec(entries)
@@ -318,17 +309,12 @@ class SemanticShardMap:
         """Check the mesh axes of an entry of a literal spec, and return them."""
         for name in names:
             if name == UNCONSTRAINED:
-                raise StrategyError(
-                    "UNCONSTRAINED leaves this dim to the compiler",
-                    path="output",
-                    dim=position,
-                    fix="write None, or a mesh axis",
-                )
+                what, fix = "UNCONSTRAINED leaves this dim to the compiler", "write None"
+                raise StrategyError(what, path="output", dim=position, fix=fix)
             if name not in self.mesh.shape:
+                what = f"mesh axis {name!r} is not in the mesh"
                 fix = missing_entry_fix(name, self.mesh.shape)
-                raise MissingMeshAxisError(
-                    f"mesh axis {name!r} is not in the mesh", path="output", dim=position, fix=fix
-                )
+                raise MissingMeshAxisError(what, path="output", dim=position, fix=fix)
         return names
 
     def _out_dim(self, dim: Dim, mesh_axes: _AxesByName) -> tuple[str, ...]:
@@ -344,14 +330,11 @@ class SemanticShardMap:
             if (axis,) not in mesh_axes and any(axis in axes for axes in mesh_axes)
         ]
         if inside:
-            raise AxisConflictError(
-                f"{axis_label(inside[0])} is in the inputs only as part of a composite, "
-                "so its own mesh axes are not decided",
-                path="output",
-                axis=dim.label,
-                fix="annotate the output's dim with the same composite, "
-                "or an input's dim with the axis alone",
-            )
+            what = f"{axis_label(inside[0])} is in the inputs only as part of a composite, "
+            what += "so its own mesh axes are not decided"
+            fix = "annotate the output's dim with the same composite, "
+            fix += "or an input's dim with the axis alone"
+            raise AxisConflictError(what, path="output", axis=dim.label, fix=fix)
         return tuple(
             name
             for axis in dim.axes
@@ -362,12 +345,9 @@ class SemanticShardMap:
         size = self.sizes.get(axis)
         resolution = self.explain((axis,), None if size is None else (size,), "output")
         if ShapeRequiredError in {problem.error for problem in resolution.problems}:
-            raise ShapeRequiredError(
-                "no input has this axis, and its mesh axes depend on its size",
-                path="output",
-                axis=dim.label,
-                fix=f"pass sizes={{{axis_label(axis)}: ...}}",
-            )
+            what = "no input has this axis, and its mesh axes depend on its size"
+            fix = f"pass sizes={{{axis_label(axis)}: ...}}"
+            raise ShapeRequiredError(what, path="output", axis=dim.label, fix=fix)
         resolution.require()
         decision = resolution.decisions[0]
         if decision.outcome is Outcome.UNCONSTRAINED:
@@ -420,10 +400,8 @@ def checked_outputs(out_axes: Any) -> Any:
             annotation = as_annotation((axes,) if isinstance(axes, MergedDim) else axes)
             outputs.append(_AnnotatedOutput(annotation))
         except ShardingError as error:
-            problems += [
-                dataclasses.replace(problem, path=f"output {paths.path_text(path)}".strip())
-                for problem in error.problems
-            ]
+            at = f"output {paths.path_text(path)}".strip()
+            problems += [dataclasses.replace(problem, path=at) for problem in error.problems]
     raise_problems(problems)
     return jax.tree.unflatten(structure, outputs)
 
@@ -452,42 +430,20 @@ def known_sizes(sizes: Mapping[str, int], rules: AxisRules) -> dict[str, int]:
     return by_axis
 
 
+def _problem(
+    error: type[ShardingError], path: str, decision: DimDecision, what: str, fix: str
+) -> Problem:
+    return Problem(
+        error=error,
+        what=what,
+        path=path,
+        dim=decision.dim,
+        axis=decision.label,
+        rule=str(decision.rule or ""),
+        fix=fix,
+    )
+
+
 def _open(path: str, decision: DimDecision) -> Problem:
-    return Problem(
-        error=StrategyError,
-        what='"?" leaves this dim to the compiler, but shard_map needs a decision for every dim',
-        path=path,
-        dim=decision.dim,
-        axis=decision.label,
-        rule=str(decision.rule or ""),
-        fix='give the axis a rule without "?"',
-    )
-
-
-def _two_sizes(path: str, decision: DimDecision, size: int) -> Problem:
-    return Problem(
-        error=RankMismatchError,
-        what=f"the axis has size {decision.size} here, and {size} in sizes=",
-        path=path,
-        dim=decision.dim,
-        axis=decision.label,
-        fix="remove this axis from sizes=, which is for axes that no input has",
-    )
-
-
-def _sharded_over(mesh_axes: tuple[str, ...]) -> str:
-    return f"sharded over {'+'.join(mesh_axes)}" if mesh_axes else "not sharded"
-
-
-def _two_ways(path: str, decision: DimDecision, before: tuple[str, ...], owner: str) -> Problem:
-    sharding, earlier = (_sharded_over(axes) for axes in (decision.mesh_axes, before))
-    return Problem(
-        error=AxisConflictError,
-        what=f"the axis is {sharding} here, but {earlier} in {owner}",
-        path=path,
-        dim=decision.dim,
-        axis=decision.label,
-        rule=str(decision.rule or ""),
-        fix="annotate one of them EMPTY or with another axis: "
-        "inside shard_map an axis has one sharding",
-    )
+    what = '"?" leaves this dim to the compiler, but shard_map needs a decision for every dim'
+    return _problem(StrategyError, path, decision, what, 'give the axis a rule without "?"')

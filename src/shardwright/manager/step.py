@@ -50,7 +50,10 @@ def abstract_state(
     mode: str | None = None,
 ) -> Any:
     """Return an optimizer's state as `jax.ShapeDtypeStruct`s with shardings, without arrays."""
-    state = jax.eval_shape(_init_of(optimizer), params)
+    if not callable(getattr(optimizer, "init", None)):
+        fix = "pass an optax transformation, or an object with init(params)"
+        raise StrategyError(f"the optimizer is a {type(optimizer).__name__} without init", fix=fix)
+    state = jax.eval_shape(optimizer.init, params)
     shardings = state_shardings(manager, state, params, annotations, overrides=overrides, mode=mode)
     return trees.with_shardings(state, shardings)
 
@@ -159,7 +162,9 @@ def _argument_sharding(manager: Manager, leaf: Any, path: str) -> NamedSharding:
         return sharding
     # An uncommitted array has a sharding too, on the default device, from which JAX may move it.
     is_placed = sharding is not None and getattr(leaf, "committed", True)
-    if not is_placed and _is_scalar_or_key(leaf):
+    is_key = jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
+    is_array = _jax.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+    if not is_placed and (is_key or (is_array and np.shape(leaf) == ())):
         return NamedSharding(manager.mesh, PartitionSpec())
     raise StrategyError(
         f"the {type(leaf).__name__} of shape {np.shape(leaf)} has no sharding "
@@ -168,17 +173,6 @@ def _argument_sharding(manager: Manager, leaf: Any, path: str) -> NamedSharding:
         fix="pass arrays that pm.init, pm.init_state or pm.shard returned, "
         "or pm.abstract(specs) and pm.abstract_state(optimizer, specs)",
     )
-
-
-def _init_of(optimizer: Any) -> Callable[..., Any]:
-    init = getattr(optimizer, "init", None)
-    if not callable(init):
-        raise StrategyError(
-            f"the optimizer is a {type(optimizer).__name__} without init",
-            fix="pass an optax transformation, or an object with init(params)",
-        )
-    function: Callable[..., Any] = init
-    return function
 
 
 def _strongly_typed(x: Any) -> Any:
@@ -198,13 +192,6 @@ def _shapes_alone(params: Any) -> list[Problem]:
         for path, leaf in leaves
         if isinstance(leaf, (ArraySpec, jax.ShapeDtypeStruct))
     ][:1]
-
-
-def _is_scalar_or_key(leaf: Any) -> bool:
-    if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
-        return True
-    is_array = _jax.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-    return is_array and np.shape(leaf) == ()
 
 
 def _same_devices(a: Mesh | AbstractMesh, b: Mesh | AbstractMesh) -> bool:

@@ -169,53 +169,30 @@ def with_shardings(values: Any, shardings: Any) -> Any:
       StrategyError: Leaves have no shape and dtype.
       IndivisibleError: JAX refuses a sharding for a symbolic size.
     """
-    raise_problems(_dtype_problems(values))
-    raise_problems(_symbolic_problems(values, shardings))
-    return jax.tree.map(
-        lambda value, sharding: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding),
-        values,
-        shardings,
-        is_leaf=_is_spec,
-    )
+    leaves, structure = jax.tree_util.tree_flatten_with_path(values, is_leaf=_is_spec)
+    results: list[Any] = []
+    problems: list[Problem] = []
+    for (path, value), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
+        if not hasattr(value, "dtype"):
+            what = f"{type(value).__name__} has no shape and dtype"
+            fix = "pass arrays, ShapeDtypeStructs or ArraySpecs, such as jax.eval_shape(init, key)"
+            at = paths.path_text(path)
+            problems.append(Problem(error=StrategyError, what=what, path=at, fix=fix))
+            continue
+        try:
+            if any(type(size) is not int for size in value.shape):
+                sharding.shard_shape(value.shape)
+        except ValueError as error:
+            what = f"JAX refuses {sharding.spec} for the shape {value.shape}: "
+            what += str(error).splitlines()[0]
+            fix = "write the size as a multiple, such as 8*b, "
+            fix += "or give the axis a rule that does not shard it"
+            at = paths.path_text(path)
+            problems.append(Problem(error=IndivisibleError, what=what, path=at, fix=fix))
+        results.append(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+    raise_problems(problems)
+    return jax.tree.unflatten(structure, results)
 
 
 def _is_spec(leaf: object) -> bool:
     return isinstance(leaf, ArraySpec)
-
-
-def _dtype_problems(values: Any) -> list[Problem]:
-    """Return a problem for each leaf that has no dtype."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(values)
-    return [
-        Problem(
-            error=StrategyError,
-            what=f"{type(leaf).__name__} has no shape and dtype",
-            path=paths.path_text(path),
-            fix="pass arrays, ShapeDtypeStructs or ArraySpecs, "
-            "for instance jax.eval_shape(init, key)",
-        )
-        for path, leaf in leaves
-        if not hasattr(leaf, "dtype")
-    ]
-
-
-def _symbolic_problems(values: Any, shardings: Any) -> list[Problem]:
-    """Return a problem for each leaf of symbolic sizes whose sharding JAX refuses for an input."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(values, is_leaf=_is_spec)
-    problems = []
-    for (path, value), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
-        if all(type(size) is int for size in value.shape):
-            continue
-        try:
-            sharding.shard_shape(value.shape)
-        except ValueError as error:
-            reason = str(error).splitlines()[0]
-            problem = Problem(
-                error=IndivisibleError,
-                what=f"JAX refuses {sharding.spec} for the shape {value.shape}: {reason}",
-                path=paths.path_text(path),
-                fix="write the size as a multiple, such as 8*b, "
-                "or give the axis a rule that does not shard it",
-            )
-            problems.append(problem)
-    return problems

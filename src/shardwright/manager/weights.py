@@ -8,18 +8,16 @@ import jax
 import numpy as np
 
 from shardwright import _jax
-from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
-from shardwright.manager import constraint, context, manual_gather
+from shardwright.errors import RankMismatchError, raise_problems
+from shardwright.manager import context, manual_gather
 from shardwright.manager.core import Manager
-from shardwright.manager.effect import Decided
+from shardwright.manager.place import decide_array, path_required
 from shardwright.manager.trees import map_leaves
 from shardwright.manager.which_shard import Weight
 from shardwright.resolution.request import ShardingRequest, lower_local
-from shardwright.resolution.rules import AxisRules
 from shardwright.trees import annotated
 from shardwright.vocabulary.annotations import (
     ArraySpec,
-    PartOf,
     read_annotation,
     tree_of_annotations,
 )
@@ -68,38 +66,23 @@ def _gather(manager: Manager, w: Any, request: ShardingRequest) -> Any:
     key: Any = ("gather", annotation, local, shape, request.mode, path, ambient)
     if ambient.manual_axes:
         request = request._replace(annotation=annotation, shape=shape)
-        return _gather_shard(manager, w, request, key)
+        varying = _jax.varying_axes(w) if _jax.tracks_varying() else None
+        # `find_split` reads both, and neither follows from the local shape.
+        key = (*key, varying, context.INPUTS.value)
+        plan = manager.cache[key]
+        if plan is None:
+            plan = manager.cache.keep(key, _plan_gather(manager, request, local, varying))
+        return plan(w)
     if shape not in (None, local):
-        raise_problems([_shape_problem(request, local)])
+        what = f"the weight has shape {local}, but shape= is {shape}"
+        fix = "omit shape=: outside shard_map every shape is global"
+        raise RankMismatchError(what, path=request.path or "", fix=fix)
     both = manager.cache[key]
     if both is None:
         request = request._replace(annotation=annotation)
-        both = [_decide_weight(manager, request.of(role, local)) for role in (Role.USE, Role.PARAM)]
+        both = [decide_array(manager, request.of(role, local)) for role in (Role.USE, Role.PARAM)]
         manager.cache.keep(key, both)
     return manager.effect.gather(w, *both)
-
-
-def _decide_weight(manager: Manager, request: ShardingRequest) -> Decided:
-    ambient = _jax.ambient_mesh()
-    manager.manual_axes(ambient)  # checks the ambient mesh
-    request = request.under(manager.mode)
-    resolution = manager.decide(request, ambient)
-    spec = resolution.require()
-    if request.path is None:
-        raise_problems(path_required(request, manager.rules), resolution=resolution)
-    placement = constraint.make_placement(spec, manager.mesh, ambient)
-    return Decided(request, placement, None, strict=True)
-
-
-def _gather_shard(manager: Manager, w: Any, request: ShardingRequest, key: Any) -> Any:
-    """Gather a value inside `shard_map`. The plan is cached for values of the same kind."""
-    varying = _jax.varying_axes(w) if _jax.tracks_varying() else None
-    # `find_split` reads both, and neither follows from the local shape.
-    key = (*key, varying, context.INPUTS.value)
-    plan = manager.cache[key]
-    if plan is None:
-        plan = manager.cache.keep(key, _plan_gather(manager, request, np.shape(w), varying))
-    return plan(w)
 
 
 def _plan_gather(
@@ -123,48 +106,3 @@ def _plan_gather(
         path=request.path or "",
     )
     return manual_gather.plan_gather(weight, context.INPUTS.value, mesh=manager.mesh)
-
-
-def path_required(
-    request: ShardingRequest, rules: AxisRules, *, local: tuple[int, ...] | None = None
-) -> list[Problem]:
-    """Return a problem if a `[[tensors]]` entry may match a weight whose path is not known.
-
-    Args:
-      request: The weight, without a path.
-      rules: The manager's rules.
-      local: Shape of the weight's shard inside `shard_map`. Defaults to the shape of the request.
-    """
-    annotation = request.annotation
-    if not rules.tensors or (isinstance(annotation, PartOf) and annotation.path):
-        return []
-    if local is None:
-        dims = request.dims(rules)
-    else:
-        dims = lower_local(annotation, local, rules)
-    # `pm.init` and `pm.shardings` know the path of each leaf and apply such an entry. Here it would
-    # be ignored, and the weight would be gathered from another sharding than its own.
-    names = {name for dim in dims for name in (*dim.axes, dim.semantic_axis)}
-    covering = [
-        (entry, rule) for entry in rules.tensors for axis, rule in entry.rules if axis in names
-    ]
-    return [
-        Problem(
-            error=StrategyError,
-            what=f"[[tensors]] match = {entry.match!r} may match this weight, "
-            "but its path is not known here",
-            rule=str(rule.ref),
-            fix='pass the path, gather(..., path="layers/mlp/up"), or path="" at the root; '
-            "shard knows the paths of a tree's leaves",
-        )
-        for entry, rule in covering[:1]
-    ]
-
-
-def _shape_problem(request: ShardingRequest, local: tuple[int, ...]) -> Problem:
-    return Problem(
-        error=RankMismatchError,
-        what=f"the weight has shape {local}, but shape= is {as_shape(request.shape)}",
-        path=request.path or "",
-        fix="omit shape=, or pass the shape of the weight: outside shard_map every shape is global",
-    )

@@ -229,7 +229,9 @@ def _candidates(weight: Weight, inputs: Inputs | None) -> list[Input]:
         if leaf.shape == weight.local
         and len(leaf.dims) == len(weight.dims)
         and all(
-            _is_unnamed(dim) or _axes_of(dim) == _axes_of(weight_dim)
+            dim.literal is not None
+            or not (dim.axes or dim.merged)
+            or _axes_of(dim) == _axes_of(weight_dim)
             for dim, weight_dim in zip(leaf.dims, weight.dims, strict=True)
         )
     ]
@@ -239,18 +241,15 @@ def _current_inputs(inputs: Inputs | None) -> tuple[Input, ...]:
     return inputs.leaves if inputs is not None and inputs.mesh == _jax.ambient_mesh() else ()
 
 
-def _of_axes(weight: Weight, inputs: Sequence[Input]) -> list[Input]:
-    names = [_axes_of(dim) for dim in weight.dims]
-    return [leaf for leaf in inputs if [_axes_of(dim) for dim in leaf.dims] == names]
-
-
 def _split_if_gathered(weight: Weight, inputs: Inputs | None) -> Split | None:
     """Return the split of a value that has the shape of a gathered input, else None.
 
     A gathered value varies over the same mesh axes as its shard, so the axes that JAX tracks do not
     distinguish the two.
     """
-    same_axes = _of_axes(weight, _current_inputs(inputs))
+    names = [_axes_of(dim) for dim in weight.dims]
+    leaves = _current_inputs(inputs)
+    same_axes = [leaf for leaf in leaves if [_axes_of(dim) for dim in leaf.dims] == names]
     if any(leaf.shape == weight.local for leaf in same_axes):
         return None
     for leaf in same_axes:
@@ -280,10 +279,6 @@ def _refuse_other_splits(weight: Weight, inputs: Inputs | None, split: Split) ->
         splits = {split: None for split in splits if set(itertools.chain(*split)) == varying}
     others = tuple(other for other in splits if weight.whole(other) != weight.whole(split))
     raise_problems([_unknown_shard(weight, (split, *others))] if others else [])
-
-
-def _is_unnamed(dim: Dim) -> bool:
-    return dim.literal is not None or not (dim.axes or dim.merged)
 
 
 def _axes_of(dim: Dim) -> Any:

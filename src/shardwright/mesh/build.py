@@ -94,17 +94,14 @@ def get_jax_mesh(axis_dims: str, names: Sequence[str] = ("x", "y", "z")) -> Mesh
         differ from `names`, or does not fit the devices.
     """
     if not isinstance(axis_dims, str):
-        raise MeshSpecError(
-            f"axis_dims is {axis_dims!r}, not text",
-            fix='write "2,-1,4", or call create_mesh, which takes sizes too',
-        )
+        fix = 'write "2,-1,4", or call create_mesh, which takes sizes too'
+        raise MeshSpecError(f"axis_dims is {axis_dims!r}, not text", fix=fix)
     if ":" in axis_dims:
         spec = parse_mesh(axis_dims)
         if sorted(spec.names) != sorted(names):
             what = f"the text names {', '.join(spec.names)}, names is {', '.join(names)}"
-            raise MeshSpecError(
-                what, fix="give every name exactly once, with the size 1 where it is not used"
-            )
+            fix = "give every name exactly once, with the size 1 where it is not used"
+            raise MeshSpecError(what, fix=fix)
         return create_mesh(axis_dims)
     missing = len(names) - (axis_dims.count(",") + 1)
     return create_mesh(axis_dims + ",1" * missing, names)
@@ -140,14 +137,10 @@ def get_ranks_and_size(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
     split = sizes.get("tp", 1) * sizes.get("sp", 1)
     nodes = max(1, split // local)
     if processes > 1 and (max(split, local) % min(split, local) or processes % nodes):
-        raise MeshMismatchError(
-            f"tp * sp = {split} does not divide evenly over {processes} processes with "
-            f"{local} devices each",
-            fix=(
-                f"choose tp * sp as a divisor or a multiple of {local}, so that the processes "
-                f"divide into equal groups"
-            ),
-        )
+        what = f"tp * sp = {split} does not divide evenly over {processes} processes with "
+        what += f"{local} devices each"
+        fix = f"choose tp * sp as a divisor or a multiple of {local}, so that the processes "
+        raise MeshMismatchError(what, fix=fix + "divide into equal groups")
     return {
         "mesh": mesh,
         "mp_node_size": nodes,
@@ -186,11 +179,8 @@ def abstract_mesh(
         spec = resolve_sizes(spec, devices)
     elif INFER in spec.sizes:
         name = spec.names[spec.sizes.index(INFER)]
-        raise MeshSpecError(
-            f"mesh axis {name} = -1 needs a number of devices",
-            fix="pass devices=8, or give the size",
-            mesh_axes=(name,),
-        )
+        what, fix = f"mesh axis {name} = -1 needs a number of devices", "pass devices=8"
+        raise MeshSpecError(what, fix=f"{fix}, or give the size", mesh_axes=(name,))
     # The types are passed always: by default the axes of an `AbstractMesh` are Auto in JAX 0.10,
     # and Explicit in JAX 0.11 and 0.12.
     return AbstractMesh(spec.sizes, spec.names, axis_types=types)
@@ -237,13 +227,9 @@ def mesh_sizes(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in mesh
     ):
         return MeshSizes(check_axes([(name, size) for name, size in mesh]))
-    raise MeshSpecError(
-        f"{mesh!r} of type {type(mesh).__name__} is not a mesh",
-        fix=(
-            'give a Mesh, an AbstractMesh, {"dp": 2, "tp": 4}, (("dp", 2), ("tp", 4)), or '
-            'abstract_mesh("dp:2,tp:4")'
-        ),
-    )
+    fix = 'give a Mesh, an AbstractMesh, {"dp": 2, "tp": 4}, (("dp", 2), ("tp", 4)), or '
+    fix += 'abstract_mesh("dp:2,tp:4")'
+    raise MeshSpecError(f"{mesh!r} of type {type(mesh).__name__} is not a mesh", fix=fix)
 
 
 def mesh_axis_types(mesh: Mesh | AbstractMesh) -> dict[str, AxisType]:
@@ -260,15 +246,12 @@ def resolve_axis_types(names: Sequence[str], axis_types: AxisTypes) -> tuple[Axi
     """
     if not isinstance(axis_types, Mapping):
         return (_axis_type(axis_types, "axis_types"),) * len(names)
-    for name in axis_types:
-        if name not in names:
-            fix = did_you_mean(str(name), names) or f"name some of {', '.join(names)}"
-            raise MeshSpecError(
-                f"axis_types names {name!r}, which is not an axis of the mesh", fix=fix
-            )
-    return tuple(
-        _axis_type(axis_types.get(name, "auto"), f"axis_types[{name!r}]") for name in names
-    )
+    if unknown := [name for name in axis_types if name not in names]:
+        what = f"axis_types names {unknown[0]!r}, which is not an axis of the mesh"
+        fix = did_you_mean(str(unknown[0]), names) or f"name some of {', '.join(names)}"
+        raise MeshSpecError(what, fix=fix)
+    given = ((axis_types.get(name, "auto"), f"axis_types[{name!r}]") for name in names)
+    return tuple(_axis_type(*each) for each in given)
 
 
 def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
@@ -296,20 +279,18 @@ def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
 
 
 def _check_devices(spec: MeshSpec, devices: Sequence[Any]) -> None:
-    if len(devices) != math.prod(spec.sizes):
-        raise MeshSpecError(
-            f"mesh {spec} does not fit {len(devices)} devices",
-            fix="fill the -1 with resolve_sizes, and give as many devices as the sizes' product",
-        )
-    if len(set(devices)) != len(devices):
-        repeated = next(device for device in devices if list(devices).count(device) > 1)
-        raise MeshSpecError(f"device {repeated} is listed twice", fix="give every device once")
     platforms = sorted({device.platform for device in devices})
-    if len(platforms) > 1:
-        raise MeshSpecError(
-            f"devices of several platforms: {', '.join(platforms)}",
-            fix="give devices of one platform",
-        )
+    what = ""
+    if len(devices) != math.prod(spec.sizes):
+        what = f"mesh {spec} does not fit {len(devices)} devices"
+    elif len(set(devices)) != len(devices):
+        repeated = next(device for device in devices if list(devices).count(device) > 1)
+        what = f"device {repeated} is listed twice"
+    elif len(platforms) > 1:
+        what = f"devices of several platforms: {', '.join(platforms)}"
+    if what:
+        fix = "give as many different devices of one platform as the product of the sizes"
+        raise MeshSpecError(what, fix=fix)
 
 
 def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
@@ -328,10 +309,8 @@ def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
         listing = ", ".join(
             f"slice {index} has {len(members)}" for index, members in by_slice.items()
         )
-        raise MeshSpecError(
-            f"slices of unequal size: {listing}",
-            fix="pass devices= with the same number of devices of each slice",
-        )
+        fix = "pass devices= with the same number of devices of each slice"
+        raise MeshSpecError(f"slices of unequal size: {listing}", fix=fix)
     return by_slice
 
 
@@ -350,13 +329,10 @@ def _dcn(spec: MeshSpec, slices: Mapping[int, Sequence[Any]]) -> tuple[int, ...]
         if math.prod(spec.dcn) != count:
             pairs = zip(spec.names, spec.dcn, strict=True)
             crossing = " * ".join(f"{name}={part}" for name, part in pairs if part > 1)
+            what = f"dcn puts {crossing or 'nothing'} across slices ({math.prod(spec.dcn)}), "
+            what += f"but the number of slices is {count}"
             fix = "leave dcn out" if count == 1 else f"make the product of dcn {count}"
-            have = "1 slice" if count == 1 else f"{count} slices"
-            raise MeshSpecError(
-                f"dcn puts {crossing or 'nothing'} across slices ({math.prod(spec.dcn)}), but the "
-                f"devices are in {have}",
-                fix=fix,
-            )
+            raise MeshSpecError(what, fix=fix)
         return spec.dcn
     return default_dcn(spec, count)
 
@@ -373,17 +349,13 @@ def default_dcn(spec: MeshSpec, count: int) -> tuple[int, ...]:
     for axis in _SLICE_AXES:
         if sizes.get(axis, 1) % count == 0:
             return tuple(count if name == axis else 1 for name in spec.names)
+    what = f"mesh {spec} over {count} slices: none of {', '.join(_SLICE_AXES)} has a size that "
+    rule = "tensor, sequence and expert axes cross slices only if dcn names them: "
+    fix = f"make dp or fsdp a multiple of {count}, or write which axis crosses, as in "
     raise MeshSpecError(
-        f"mesh {spec} over {count} slices: none of {', '.join(_SLICE_AXES)} has a size that "
-        f"{count} divides",
-        rule=(
-            "tensor, sequence and expert axes cross slices only if dcn names them: the network "
-            "between slices is slow"
-        ),
-        fix=(
-            f"make dp or fsdp a multiple of {count}, or write which axis crosses, as in "
-            f"dcn={{{spec.names[0]!r}: {count}}}"
-        ),
+        f"{what}{count} divides",
+        rule=f"{rule}the network between slices is slow",
+        fix=f"{fix}dcn={{{spec.names[0]!r}: {count}}}",
     )
 
 
@@ -415,46 +387,24 @@ def _arrange_slice(spec: MeshSpec, shape: tuple[int, ...], devices: Sequence[Any
 
 
 def _devices(devices: Sequence[Any] | None, backend: str) -> list[Any]:
-    if devices is not None:
-        if backend:
-            raise MeshSpecError(
-                f"devices and backend {backend!r} are both given", fix="give one of them"
-            )
-        if isinstance(devices, int):
-            fix = f"pass jax.devices()[:{devices}], or use abstract_mesh, which takes a number"
-            raise MeshSpecError(f"devices is {devices}, not a sequence of devices", fix=fix)
-        if isinstance(devices, str) or not isinstance(devices, Iterable):
-            fix = (
-                f"write backend={devices!r} for the devices of a platform"
-                if isinstance(devices, str)
-                else "pass jax.devices(), or some of them"
-            )
-            raise MeshSpecError(f"devices is {devices!r}, not a sequence of devices", fix=fix)
-        if np.ndim(devices) > 1:
-            raise MeshSpecError(
-                f"devices is an array of shape {np.shape(devices)}",
-                fix="pass a flat sequence, such as devices.ravel()",
-            )
-        chosen = list(devices)
-        wrong = next((device for device in chosen if not isinstance(device, jax.Device)), None)
-        if wrong is not None:
-            fix = (
-                f"pass the devices themselves, such as [jax.devices()[{wrong}]]"
-                if isinstance(wrong, int)
-                else "pass some of jax.devices()"
-            )
-            raise MeshSpecError(
-                f"{wrong!r} of type {type(wrong).__name__} in devices= is not a device", fix=fix
-            )
-        return chosen
-    try:
-        return jax.devices(backend or None)
-    except RuntimeError as err:
-        raise MeshSpecError(
-            f"no devices of backend {backend or 'default'!r}",
-            rule=str(err),
-            fix='name an installed one, such as "cpu"',
-        ) from err
+    if devices is None:
+        try:
+            return jax.devices(backend or None)
+        except RuntimeError as err:
+            what, fix = f"no devices of backend {backend or 'default'!r}", 'such as "cpu"'
+            raise MeshSpecError(what, rule=str(err), fix=f"name an installed one, {fix}") from err
+    if backend:
+        what = f"devices and backend {backend!r} are both given"
+        raise MeshSpecError(what, fix="give one of them")
+    is_sequence = isinstance(devices, Iterable) and not isinstance(devices, str)
+    chosen = list(devices) if is_sequence else [devices]
+    wrong = [device for device in chosen if not isinstance(device, jax.Device)]
+    if wrong:
+        what = f"{wrong[0]!r} of type {type(wrong[0]).__name__} in devices= is not a device"
+        fix = "pass a flat sequence of some of jax.devices(), or the name of a platform, "
+        fix += 'backend="cpu"; abstract_mesh takes a number of devices'
+        raise MeshSpecError(what, fix=fix)
+    return chosen
 
 
 def _more_devices(spec: MeshSpec, devices: Sequence[Any]) -> str:
@@ -478,7 +428,5 @@ def _axis_type(value: object, place: str) -> AxisType:
     if isinstance(value, str) and value in _AXIS_TYPES:
         return _AXIS_TYPES[value]
     hint = did_you_mean(value.lower(), _AXIS_TYPES) if isinstance(value, str) else ""
-    raise MeshSpecError(
-        f"{place} is {value!r}, neither auto nor explicit",
-        fix=hint or 'write "auto", "explicit" or {"tp": "explicit"}',
-    )
+    fix = hint or 'write "auto", "explicit" or {"tp": "explicit"}'
+    raise MeshSpecError(f"{place} is {value!r}, neither auto nor explicit", fix=fix)

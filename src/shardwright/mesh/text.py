@@ -13,23 +13,19 @@ from shardwright.mesh.check import (
     CONTIGUOUS,
     DCN,
     INFER,
-    MOST_MESH_AXES,
-    MOST_SIZE,
     Part,
     caret,
-    check_number,
     dcn_divides,
     dcn_problems,
     exact,
     fault,
     part_problems,
-    with_colons,
 )
 from shardwright.vocabulary.integers import read_integer
 
 DEFAULT_MESH_AXES: Final = ("dp", "fsdp", "tp", "sp")
-_INTEGER = re.compile(r"-?[0-9]+")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
+# No mesh has more devices, and Python refuses to convert text of thousands of digits.
+_INTEGER = re.compile(r"-?[0-9]{1,19}")
 
 MeshLike = str | Mapping[str, int] | Sequence[int]
 
@@ -86,24 +82,19 @@ def parse_mesh(
     MeshSpec(names=('dp', 'tp'), sizes=(4, -1), dcn=(2, 1), contiguous=False)
     """
     if isinstance(spec, str):
-        # Each axis may occur twice: as `dp` and as `dcn.dp`.
-        check_number(spec.count(",") + 1, "parts", 2 * MOST_MESH_AXES)
         return _parse_text(spec, axis_names, dcn)
-    if isinstance(spec, Mapping | Sequence):
-        check_number(len(spec), "axes", MOST_MESH_AXES)
     crossing = _dcn_parts(dcn)
     if isinstance(spec, Mapping):
         _refuse_names(axis_names, "the mapping")
         parts = [Part(name=name, size=size) for name, size in spec.items()]
     elif isinstance(spec, Sequence) and not isinstance(spec, bytes | bytearray | memoryview):
         names = _given_names(axis_names)
-        _check_count(len(spec), names, given=axis_names is not None)
+        _check_count(len(spec), names)
         parts = [Part(name=name, size=size) for name, size in zip(names, spec, strict=True)]
     else:
-        raise MeshSpecError(
-            f"a mesh cannot be read from {spec!r} of type {type(spec).__name__}",
-            fix='write "dp:2,tp:4", {"dp": 2, "tp": 4} or (2, 4) with axis_names=("dp", "tp")',
-        )
+        what = f"a mesh cannot be read from {spec!r} of type {type(spec).__name__}"
+        fix = 'write "dp:2,tp:4", {"dp": 2, "tp": 4} or (2, 4) with axis_names=("dp", "tp")'
+        raise MeshSpecError(what, fix=fix)
     return _checked(parts, crossing, contiguous=False)
 
 
@@ -130,26 +121,19 @@ def resolve_sizes(spec: MeshSpec, count: int, *, hint: str = "") -> MeshSpec:
     known = {name: size for name, size in zip(spec.names, spec.sizes, strict=True) if size != INFER}
     needed = math.prod(known.values())
     listing = ", ".join(f"{name}={size}" for name, size in known.items())
-    devices = "1 device" if count == 1 else f"{count} devices"
+    more = f"; {hint}" if hint else ""
     if INFER not in spec.sizes:
         if needed > count:
-            fix = _join(
-                f"choose sizes whose product is at most {count}, or give one axis the size -1", hint
-            )
-            raise MeshSpecError(
-                f"mesh {listing} needs {needed} devices, there "
-                f"{'is' if count == 1 else 'are'} {count}",
-                fix=fix,
-            )
+            what = f"mesh {listing} needs {needed} devices, the number of devices is {count}"
+            fix = f"choose sizes whose product is at most {count}, or give one axis the size -1"
+            raise MeshSpecError(what, fix=fix + more)
         return spec
     inferred = spec.names[spec.sizes.index(INFER)]
     if count % needed:
-        raise MeshSpecError(
-            f"mesh axis {inferred} = -1 has no size: {devices} cannot be divided by {listing}"
-            + (f" ({needed})" if len(known) > 1 else ""),
-            fix=_join(f"choose sizes of the other axes whose product divides {count}", hint),
-            mesh_axes=(inferred,),
-        )
+        what = f"mesh axis {inferred} = -1 has no size: {needed} ({listing}) does not divide "
+        what += f"the number of devices, {count}"
+        fix = f"choose sizes of the other axes whose product divides {count}"
+        raise MeshSpecError(what, fix=fix + more, mesh_axes=(inferred,))
     filled = dataclasses.replace(
         spec, sizes=tuple(int(count) // needed if size == INFER else size for size in spec.sizes)
     )
@@ -178,21 +162,17 @@ def _parse_text(
         if word.startswith(DCN)
     ]
     parts = [_read_part(word, at) for at, word in words if not word.startswith(DCN)]
-    check_number(len(parts), "axes", MOST_MESH_AXES)
     if named:
         _refuse_names(axis_names, f"the text {text!r}")
     else:
         names = _given_names(axis_names)
-        _check_count(len(parts), names, given=axis_names is not None, text=text)
+        _check_count(len(parts), names, text=text)
         parts = [
             dataclasses.replace(part, name=name) for part, name in zip(parts, names, strict=True)
         ]
     if dcn and crossing:
-        raise MeshSpecError(
-            "slices are given twice: in the text and in dcn=",
-            snippet=caret(text, crossing[0].name_at),
-            fix="keep one",
-        )
+        what = "slices are given twice: in the text and in dcn="
+        raise MeshSpecError(what, snippet=caret(text, crossing[0].name_at), fix="keep one")
     return _checked(
         parts,
         crossing or _dcn_parts(dcn),
@@ -207,18 +187,11 @@ def _word_faults(word: str, named: bool) -> list[tuple[str, str]]:
     """Return (what, fix) unless a word is `name:size`, or a size in a text without names."""
     if not word:
         return [("a part of the mesh is empty", 'write sizes between commas, such as "dp:2,tp:4"')]
-    if ":" in word:
+    if ":" in word or (not named and _INTEGER.fullmatch(word)):
         return []
     if _INTEGER.fullmatch(word):
-        return (
-            [(f"part {word!r} has no name, but others have one", f'write "name:{word}"')]
-            if named
-            else []
-        )
-    fix = 'write a name and a size, such as "dp:2"'
-    if corrected := with_colons(word) or (f"{word}:2" if _NAME.fullmatch(word) else ""):
-        fix = f'write "{corrected}"'
-    return [(f"part {word!r} has no size", fix)]
+        return [(f"part {word!r} has no name, but others have one", f'write "name:{word}"')]
+    return [(f"part {word!r} has no size", 'write a name, a colon and a size, such as "dp:2"')]
 
 
 def _words(text: str, start: int) -> list[tuple[int, str]]:
@@ -239,10 +212,7 @@ def _read_part(word: str, column: int) -> Part:
 
 
 def _read_size(word: str) -> int | str:
-    if not _INTEGER.fullmatch(word):
-        return word
-    # Python refuses to convert text of more than 4,300 digits. MOST_SIZE is refused as too large.
-    return int(word) if len(word) < 1000 else MOST_SIZE
+    return int(word) if _INTEGER.fullmatch(word) else word
 
 
 def _checked(
@@ -254,11 +224,8 @@ def _checked(
     dcn_text: str = "",
 ) -> MeshSpec:
     if not parts:
-        raise MeshSpecError(
-            "a mesh needs at least one axis",
-            snippet=caret(text, 0),
-            fix='write for instance "dp:-1"',
-        )
+        what, fix = "a mesh needs at least one axis", 'write for instance "dp:-1"'
+        raise MeshSpecError(what, snippet=caret(text, 0), fix=fix)
     problems = part_problems(parts, text=text, infer=True)
     problems += dcn_problems(parts, crossing, text=dcn_text)
     raise_problems(problems)
@@ -274,11 +241,8 @@ def _checked(
 
 def _dcn_parts(dcn: Mapping[str, int] | None) -> list[Part]:
     if dcn is not None and not isinstance(dcn, Mapping):
-        raise MeshSpecError(
-            f"dcn is of type {type(dcn).__name__}, not a mapping of axis to size",
-            fix='write dcn={"dp": 2}',
-        )
-    check_number(len(dcn or {}), "axes in dcn", MOST_MESH_AXES)
+        what = f"dcn is of type {type(dcn).__name__}, not a mapping of axis to size"
+        raise MeshSpecError(what, fix='write dcn={"dp": 2}')
     return [Part(name=name, size=size) for name, size in (dcn or {}).items()]
 
 
@@ -286,35 +250,19 @@ def _given_names(axis_names: Sequence[str] | None) -> tuple[str, ...]:
     if axis_names is None:
         return DEFAULT_MESH_AXES
     if isinstance(axis_names, str) or not isinstance(axis_names, Sequence):
-        raise MeshSpecError(
-            f"axis_names is {axis_names!r}, not a sequence of names",
-            fix='write axis_names=("dp", "tp")',
-        )
+        what = f"axis_names is {axis_names!r}, not a sequence of names"
+        raise MeshSpecError(what, fix='write axis_names=("dp", "tp")')
     return tuple(axis_names)
 
 
 def _refuse_names(axis_names: Sequence[str] | None, source: str) -> None:
     if axis_names is not None:
-        raise MeshSpecError(
-            f"axis_names is given, but {source} names its axes",
-            fix="leave axis_names out, or give sizes alone",
-        )
+        what = f"axis_names is given, but {source} names its axes"
+        raise MeshSpecError(what, fix="leave axis_names out, or give sizes alone")
 
 
-def _check_count(count: int, names: Sequence[str], *, given: bool, text: str = "") -> None:
+def _check_count(count: int, names: Sequence[str], *, text: str = "") -> None:
     if count != len(names):
-        origin = "axis_names" if given else "the default axis names"
-        sizes = "1 size" if count == 1 else f"{count} sizes"
-        axes = "1 axis" if len(names) == 1 else f"{len(names)} axes"
-        what = (
-            f"{sizes} for {axes}: {origin} {'is' if given else 'are'} {', '.join(map(str, names))}"
-        )
-        raise MeshSpecError(
-            what,
-            snippet=caret(text, len(text)),
-            fix='give one size per name, or name them: "dp:2,tp:4"',
-        )
-
-
-def _join(fix: str, hint: str) -> str:
-    return f"{fix}; {hint}" if hint else fix
+        what = f"{count} sizes for {len(names)} axis names: {', '.join(map(str, names))}"
+        fix = 'give one size per name, or name them: "dp:2,tp:4"'
+        raise MeshSpecError(what, snippet=caret(text, len(text)), fix=fix)

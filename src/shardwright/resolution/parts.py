@@ -202,7 +202,10 @@ def add_zero1(
         live = tuple(axis for axis in candidate if sizes.get(axis, 1) > 1)
         free = tuple(axis for axis in live if axis not in taken)
         if not free:
-            param = _noted(param, _why_skipped(rule, candidate, live))
+            why = f"in the mesh, no axis of {'+'.join(candidate)} has more than one device"
+            if live:
+                why = f"the parameter is already sharded over {'+'.join(live)}"
+            param = _noted(param, f"{rule.ref}: {why}")
             continue
         chosen = _first_fitting(able, free, rule, dims=dims, fits=fits)
         if isinstance(chosen, Problem):
@@ -218,12 +221,6 @@ def add_zero1(
     tries = [(_judged(decision, dims), (*decision.mesh_axes, *tried[0])) for decision in able]
     problem = _none_fits(tries, tried[0], rule, sizes, path or "")
     return dataclasses.replace(param, problems=(problem,))
-
-
-def _why_skipped(rule: Rule, candidate: tuple[str, ...], live: tuple[str, ...]) -> str:
-    if live:
-        return f"{rule.ref}: the parameter is already sharded over {'+'.join(live)}"
-    return f"{rule.ref}: in the mesh, no axis of {'+'.join(candidate)} has more than one device"
 
 
 def _first_fitting(

@@ -13,20 +13,12 @@ def compile_pattern(text: str, *, where: str = "") -> re.Pattern[str]:
     Raises:
       StrategyError: The text is not a regular expression.
     """
-    if not isinstance(text, str):
-        raise StrategyError(
-            f"{where}{text!r} is not a pattern", fix="write a regular expression as text"
-        )
     try:
         return re.compile(text)
-    # `re` raises OverflowError for a repetition such as a{99999999999}, and RecursionError for
-    # groups that are nested thousands deep.
-    except (re.error, OverflowError, RecursionError) as error:
-        message, at = (
-            (error.msg, error.pos or 0) if isinstance(error, re.error) else (str(error), 0)
-        )
-        raise StrategyError(
-            f"{where}not a regular expression: {message}",
-            snippet=f"{text}\n{' ' * at}^",
-            fix="see the documentation of Python's re",
-        ) from error
+    # `re` raises TypeError for what is not text, OverflowError for a repetition such as
+    # a{99999999999}, and RecursionError for groups that are nested thousands deep.
+    except (re.error, TypeError, OverflowError, RecursionError) as error:
+        at = " " * (getattr(error, "pos", 0) or 0)
+        what = f"{where}not a regular expression: {getattr(error, 'msg', error)}"
+        fix = "write one as text; see the documentation of Python's re"
+        raise StrategyError(what, snippet=f"{text}\n{at}^", fix=fix) from error

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from shardwright.errors import StrategyError, did_you_mean
-from shardwright.mesh.check import MOST_MESH_AXES, name_fault
+from shardwright.errors import StrategyError
+from shardwright.mesh.check import name_fault
 from shardwright.resolution.decisions import RuleRef
 from shardwright.resolution.patterns import compile_pattern
 from shardwright.resolution.recent import Recent
@@ -30,6 +31,7 @@ from shardwright.vocabulary.axes import (
     file_name,
 )
 from shardwright.vocabulary.modes import MODE_NAMES, MODES, parse_mode
+from shardwright.vocabulary.read import choice, passes, read_fields
 
 
 class Fallback(enum.StrEnum):
@@ -102,6 +104,50 @@ class Rank(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Ordered candidates of mesh axes for one axis, and what to do when none fits.
+
+    Attributes:
+      candidates: Mesh axes, in the order in which they are tried.
+      fallback: What applies if no candidate fits.
+      ref: Where the rule is written.
+      refs: Where each candidate is written, if they are on different lines.
+      of_one: The rule of a dim of size 1. None means this rule.
+    """
+
+    candidates: tuple[tuple[str, ...], ...]
+    fallback: Fallback = Fallback.NONE
+    # Equal rules on other lines or in other files must be one key of JAX's caches, so equality and
+    # `AxisRules.fingerprint`, which reads the `repr`, leave them out.
+    ref: RuleRef = dataclasses.field(compare=False, repr=False)
+    refs: tuple[RuleRef, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    of_one: Rule | None = None
+
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """Every mesh axis that the rule names, in order, once."""
+        return tuple(dict.fromkeys(axis for candidate in self.candidates for axis in candidate))
+
+
+_MESH_AXES: Final = passes(
+    lambda value: (
+        isinstance(value, tuple)
+        and not any(map(name_fault, value))
+        and len(set(value)) == len(value)
+    ),
+    "is not a tuple of different mesh axes",
+    fix='write each name by itself, ("fsdp", "sp"), or () for no mesh axes',
+)
+_STATE_RULE: Final = passes(
+    lambda value: (
+        value is None or (isinstance(value, Rule) and value.fallback is not Fallback.UNCONSTRAINED)
+    ),
+    'is neither a Rule that ends in mesh axes or "-", nor None',
+    fix='write shardwright.resolution.rules.parse_rule("dp | -"), or None for no mesh axes',
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """What to do if a rule cannot be applied exactly.
 
@@ -128,94 +174,23 @@ class Policy:
         name a mesh axis; or `zero1` is not a rule, or ends in "?".
     """
 
-    indivisible: Indivisible = Indivisible.ERROR
-    conflict: Conflict = Conflict.ERROR
-    order: Order = Order.DIMS
-    gather: tuple[str, ...] = ()
-    missing: Missing = Missing.SKIP
-    rank: Rank = Rank.ERROR
-    zero1: Rule | None = None
-    idle: tuple[str, ...] = ()
+    indivisible: Annotated[Indivisible, choice(Indivisible)] = Indivisible.ERROR
+    conflict: Annotated[Conflict, choice(Conflict)] = Conflict.ERROR
+    order: Annotated[Order, choice(Order)] = Order.DIMS
+    gather: Annotated[tuple[str, ...], _MESH_AXES] = ()
+    missing: Annotated[Missing, choice(Missing)] = Missing.SKIP
+    rank: Annotated[Rank, choice(Rank)] = Rank.ERROR
+    zero1: Annotated[Rule | None, _STATE_RULE] = None
+    idle: Annotated[tuple[str, ...], _MESH_AXES] = ()
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("indivisible", Indivisible),
-            ("conflict", Conflict),
-            ("order", Order),
-            ("missing", Missing),
-            ("rank", Rank),
-        ):
-            object.__setattr__(self, name, _choice(name, kind, getattr(self, name)))
-        _check_mesh_axes("gather", self.gather)
-        _check_mesh_axes("idle", self.idle)
-        if self.zero1 is not None and not isinstance(self.zero1, Rule):
-            text = self.zero1 if isinstance(self.zero1, str) else "dp | -"
-            fix = (
-                f"write shardwright.resolution.rules.parse_rule({text!r}), or None for no mesh axes"
-            )
-            raise StrategyError(f"policy zero1 is {self.zero1!r}, not a Rule", fix=fix)
-        if self.zero1 is not None and self.zero1.fallback is Fallback.UNCONSTRAINED:
-            raise StrategyError(
-                '"?" is for activations only: optimizer state needs a sharding',
-                rule=str(self.zero1.ref),
-                fix='write "-"',
-            )
-
-
-def _check_mesh_axes(key: str, value: object) -> None:
-    if not isinstance(value, tuple) or not all(isinstance(axis, str) for axis in value):
-        raise StrategyError(
-            f"policy {key} is {value!r}, not a tuple of mesh axes",
-            fix='write ("fsdp", "sp"), or () for no mesh axes',
-        )
-    for at, axis in enumerate(value):
-        if fault := name_fault(axis):
-            what = f"policy {key} has {axis!r}, which is not the name of a mesh axis: it {fault}"
-            raise StrategyError(
-                what, fix='write each name by itself, ("fsdp", "sp"), or () for no mesh axes'
-            )
-        if axis in value[:at]:
-            raise StrategyError(f"policy {key} has {axis!r} twice", fix="name every mesh axis once")
-
-
-def _choice(name: str, kind: type[enum.StrEnum], value: str) -> enum.StrEnum:
-    known = [str(known) for known in kind]
-    if value not in known:
-        hint = did_you_mean(str(value), known)
-        fix = f"{hint} write one of {', '.join(known)}".strip()
-        raise StrategyError(f"policy {name} is {value!r}", fix=fix)
-    return kind(value)
+        read_fields(self, error=StrategyError)
 
 
 POLICY_PRESETS: dict[str, Policy] = {
     "strict": Policy(),
     "eformer": Policy(indivisible=Indivisible.DROP, missing=Missing.REPLICATE, rank=Rank.FIT),
 }
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """Ordered candidates of mesh axes for one axis, and what to do when none fits.
-
-    Attributes:
-      candidates: Mesh axes, in the order in which they are tried.
-      fallback: What applies if no candidate fits.
-      ref: Where the rule is written.
-      refs: Where each candidate is written, if they are on different lines.
-      of_one: The rule of a dim of size 1. None means this rule.
-    """
-
-    candidates: tuple[tuple[str, ...], ...]
-    fallback: Fallback = Fallback.NONE
-    # Equal rules on other lines or in other files must be one key of JAX's caches.
-    ref: RuleRef = dataclasses.field(compare=False)
-    refs: tuple[RuleRef, ...] = dataclasses.field(default=(), compare=False, repr=False)
-    of_one: Rule | None = None
-
-    @property
-    def mesh_axes(self) -> tuple[str, ...]:
-        """Every mesh axis that the rule names, in order, once."""
-        return tuple(dict.fromkeys(axis for candidate in self.candidates for axis in candidate))
 
 
 def parse_rule(text: str, *, ref: RuleRef | None = None) -> Rule:
@@ -236,12 +211,8 @@ def parse_rule(text: str, *, ref: RuleRef | None = None) -> Rule:
     fallback = Fallback.NONE
     if (count := text.count("|") + 1) > MOST_CANDIDATES:
         what = f"the rule has {count} candidates, at most {MOST_CANDIDATES} are read"
-        raise StrategyError(
-            what,
-            axis=ref.key,
-            rule=str(ref),
-            fix="keep the candidates that can apply: the first that fits is chosen",
-        )
+        fix = "keep the candidates that can apply: the first that fits is chosen"
+        raise StrategyError(what, axis=ref.key, rule=str(ref), fix=fix)
     for start, part in _split(text, "|", 0):
         word = part.strip()
         at = start + len(part) - len(part.lstrip())
@@ -256,14 +227,6 @@ def parse_rule(text: str, *, ref: RuleRef | None = None) -> Rule:
 
 def _parse_candidate(text: str, part: str, start: int, ref: RuleRef) -> tuple[str, ...]:
     names: list[str] = []
-    if (count := part.count("+") + 1) > MOST_MESH_AXES:
-        what = f"the candidate names {count} mesh axes, and a mesh has at most {MOST_MESH_AXES}"
-        raise StrategyError(
-            what,
-            axis=ref.key,
-            rule=str(ref),
-            fix='name the mesh axes of one dim, such as "dp+fsdp"',
-        )
     for at, piece in _split(part, "+", start):
         name, column = piece.strip(), at + len(piece) - len(piece.lstrip())
         if not name:
@@ -271,9 +234,8 @@ def _parse_candidate(text: str, part: str, start: int, ref: RuleRef) -> tuple[st
         if name in (REPLICATED, UNCONSTRAINED):
             raise _grammar(text, column, f'"{name}" cannot be joined with "+": write it alone', ref)
         if fault := name_fault(name):
-            raise _grammar(
-                text, column, f"{name!r} is not the name of a mesh axis: it {fault}", ref
-            )
+            what = f"{name!r} is not the name of a mesh axis: it {fault}"
+            raise _grammar(text, column, what, ref)
         if name in names:
             raise _grammar(text, column, f"{name!r} occurs twice in one candidate", ref)
         names.append(name)
@@ -287,16 +249,10 @@ def _split(text: str, mark: str, offset: int) -> Iterable[tuple[int, str]]:
 
 
 def _grammar(text: str, column: int, what: str, ref: RuleRef) -> StrategyError:
-    return StrategyError(
-        what,
-        axis=ref.key,
-        snippet=f"{text}\n{' ' * column}^",
-        rule=str(ref),
-        fix=(
-            'a rule lists candidates in order, such as "dp+fsdp | dp | -": "+" joins mesh axes, '
-            '"-" means replicated, "?" unconstrained'
-        ),
-    )
+    snippet = f"{text}\n{' ' * column}^"
+    fix = 'a rule lists candidates in order, such as "dp+fsdp | dp | -": "+" joins mesh axes, '
+    fix += '"-" means replicated, "?" unconstrained'
+    return StrategyError(what, axis=ref.key, snippet=snippet, rule=str(ref), fix=fix)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,16 +366,16 @@ class AxisRules:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The last value has the texts of `attention` only. A pickle keeps the lines too, for
-        # messages.
-        return _rebuild, (*self._values[:-1], self.attention)
+        fields = [field.name for field in dataclasses.fields(self) if field.init]
+        return functools.partial(AxisRules, **{name: getattr(self, name) for name in fields}), ()
 
     def fingerprint(self) -> bytes:
         """Return 32 bytes that are equal for equal rules; a cache may keep them without keeping the
         rules alive.
         """
         if not self._fingerprint:
-            object.__setattr__(self, "_fingerprint", _digest(self))
+            digest = hashlib.blake2b(repr(self._values).encode(), digest_size=32).digest()
+            object.__setattr__(self, "_fingerprint", digest)
         return self._fingerprint
 
     def stated(self, axis: str, *, mode: str, role: Role, path: str | None) -> Rule | None:
@@ -453,79 +409,6 @@ class AxisRules:
         named = [axis for rule in rules.values() for axis in rule.mesh_axes]
         zero1 = self.policy.zero1.mesh_axes if self.policy.zero1 is not None else ()
         return tuple(dict.fromkeys([*named, *self.policy.gather, *zero1]))
-
-
-def _digest(rules: AxisRules) -> bytes:
-    """Return 32 bytes that are equal for equal rules, and different for different rules."""
-    text = repr(_plain_values(rules))
-    return hashlib.blake2b(text.encode(), digest_size=32).digest()
-
-
-def _plain_values(rules: AxisRules) -> tuple[Any, ...]:
-    """Return everything that equality compares, as tuples, text and numbers.
-
-    Unequal rules give unequal text. Each rule appears once, because tables share rules. Tables
-    refer to it by a number: rules are numbered in the order in which they first appear.
-    """
-    # An `id` is safe as a key here, because `rules` keeps every rule alive.
-    written: dict[Any, int] = {}
-    numbers: dict[int, int] = {}
-
-    def table(entries: RuleTable) -> list[tuple[str, int]]:
-        numbered = []
-        for axis, rule in entries:
-            number = numbers.get(id(rule))
-            if number is None:
-                number = written.setdefault(_plain_rule(rule), len(written))
-                numbers[id(rule)] = number
-            numbered.append((axis, number))
-        return numbered
-
-    tables = [table(entries) for entries in (*rules.activations, *rules.params)]
-    tensors = [(entry.match, table(entry.rules)) for entry in rules.tensors]
-    names = [field.name for field in dataclasses.fields(rules.policy)]
-    policy = {name: getattr(rules.policy, name) for name in names}
-    zero1 = policy.pop("zero1")
-    settings = {
-        name: value if isinstance(value, tuple) else str(value) for name, value in policy.items()
-    }
-    named = [(mode, line.text) for mode, line in rules.attention]
-    return (
-        tables,
-        tensors,
-        list(written),
-        settings,
-        None if zero1 is None else _plain_rule(zero1),
-        rules.user_axes,
-        rules.order,
-        named,
-    )
-
-
-def _plain_rule(rule: Rule) -> tuple[Any, ...]:
-    """Return everything about a rule that equality compares."""
-    of_one = None if rule.of_one is None else _plain_rule(rule.of_one)
-    return rule.candidates, str(rule.fallback), of_one
-
-
-def _rebuild(
-    activations: Any,
-    params: Any,
-    tensors: Any,
-    user_axes: Any,
-    policy: Policy,
-    order: Any,
-    attention: Any,
-) -> AxisRules:
-    return AxisRules(
-        activations=activations,
-        params=params,
-        tensors=tensors,
-        user_axes=user_axes,
-        policy=policy,
-        order=order,
-        attention=attention,
-    )
 
 
 def default_rule(axis: str) -> Rule | None:

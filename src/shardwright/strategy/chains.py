@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from shardwright.errors import Problem, StrategyError
-from shardwright.strategy.origin import KeyPath, KeySources, source_of, where
+from shardwright.errors import Problem
+from shardwright.strategy.origin import KeyPath, KeySources, problem_at, source_of
 from shardwright.vocabulary.axes import canonical_axis, file_name
 
 ARRAYS: Final = ("rules", "params")
@@ -88,8 +88,7 @@ def _array_problems(name: str, value: Sequence[Any], origin: KeySources) -> list
     problems = []
 
     def add(what: str, fix: str, *path: str) -> None:
-        place = where((name, *path), origin)
-        problems.append(Problem(error=StrategyError, what=what, path=place, fix=fix))
+        problems.append(problem_at((name, *path), origin, what, fix))
 
     for at, table in enumerate(value):
         if not isinstance(table, Mapping):

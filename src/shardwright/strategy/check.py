@@ -19,7 +19,7 @@ from shardwright.resolution.patterns import compile_pattern
 from shardwright.resolution.rules import foreign_mesh_axes
 from shardwright.resolution.unknown_axes import axis_hint
 from shardwright.strategy.limits import LONGEST_PATTERN
-from shardwright.strategy.origin import KeySources, where
+from shardwright.strategy.origin import KeySources, problem_at
 from shardwright.strategy.tables import ParsedTables, at_path, parse_rules, rule_tables
 from shardwright.vocabulary.axes import (
     KNOWN_AXES,
@@ -45,13 +45,8 @@ def data_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Probl
     parsed = parse_rules(data, origin)
     yield from parsed.problems
     if data.get("version") is True:  # True == 1 in Python, so pydantic accepts it
-        path = where(("version",), origin)
-        yield Problem(
-            error=StrategyError,
-            what="expected an integer, got True",
-            path=path,
-            fix="write version = 1",
-        )
+        what = "expected an integer, got True"
+        yield problem_at(("version",), origin, what, "write version = 1")
     yield from _pattern_problems(data, origin)
     yield from _user_axis_problems(data, origin)
     if data.get("mesh"):
@@ -64,34 +59,26 @@ def name_problems(
 ) -> Iterator[Problem]:
     """Yield a problem for each axis and each mesh axis that nothing declares."""
     user_axes = data.get("axes")
-    known = KNOWN_AXES | {
-        canonical_axis(name)
-        for name in (user_axes if isinstance(user_axes, Mapping) else ())
-        if isinstance(name, str)
-    }
+    names = [*user_axes] if isinstance(user_axes, Mapping) else []
+    known = KNOWN_AXES | {canonical_axis(name) for name in names if isinstance(name, str)}
     labels = [*sorted(file_name(axis) for axis in known), *PARALLELISM_AXES.values()]
     for path, table, _ in rule_tables(data):
         for key in table:
             # If the value is a table instead of a rule, pydantic reports its type.
-            if (
-                isinstance(key, str)
-                and canonical_axis(key) not in known
-                and not isinstance(table[key], Mapping)
-            ):
+            if not isinstance(key, str) or isinstance(table[key], Mapping):
+                continue
+            if canonical_axis(key) not in known:
                 bare = axis_label(key).lower()
-                hint = axis_hint(bare, labels)
-                declare = f'declare an axis of your own with [axes] {key} = "what it is"'
+                fix = hint = axis_hint(bare, labels)
+                if bare == "empty" or not _AXIS_NAME.fullmatch(key):
+                    fix = hint or "use the name of an axis, such as batch"
                 # A name that differs from a known axis only in underscores or case is a misspelling
                 # of that axis.
-                fix = hint if canonical_axis(bare) in known else f"{hint} {declare}".strip()
-                if bare.upper() == "EMPTY" or not _AXIS_NAME.fullmatch(key):
-                    fix = hint or "use the name of an axis, such as batch"
-                yield Problem(
-                    error=UnknownAxisError,
-                    what=f"unknown axis {key!r}",
-                    path=where((*path, key), origin),
-                    fix=fix,
-                )
+                elif canonical_axis(bare) not in known:
+                    fix = f'{hint} declare an axis of your own with [axes] {key} = "what it is"'
+                what = f"unknown axis {key!r}"
+                where = (*path, key)
+                yield problem_at(where, origin, what, fix.strip(), error=UnknownAxisError)
     yield from _mesh_name_problems(data, parsed, origin)
 
 
@@ -102,26 +89,19 @@ def _mesh_name_problems(
     rules = [(path, rule) for path, table in parsed.tables.items() for rule in table.values()]
     rules += [(("policy",), rule) for rule in (parsed.gather, parsed.zero1) if rule is not None]
     idle = [(("policy",), parsed.idle)] if parsed.idle is not None else []
+    known = list(dict.fromkeys([*mesh, *STANDARD_MESH_AXES]))
     for path, rule in [*rules, *idle]:
         for name in foreign_mesh_axes(rule.mesh_axes, mesh):
-            known = [*mesh, *STANDARD_MESH_AXES]
-            yield Problem(
-                error=MissingMeshAxisError,
-                what=f"mesh axis {name!r} is neither in [mesh] nor a standard one "
-                f"({', '.join(STANDARD_MESH_AXES)})",
-                path=where((*path, rule.ref.key), origin),
-                rule=str(rule.ref),
-                fix=_fix_for_unknown(name, list(dict.fromkeys(known))),
-            )
-    at = where(("policy", "idle"), origin)
+            what = f"mesh axis {name!r} is neither in [mesh] nor a standard one "
+            what += f"({', '.join(STANDARD_MESH_AXES)})"
+            where, fix = (*path, rule.ref.key), _fix_for_unknown(name, known)
+            yield problem_at(where, origin, what, fix, error=MissingMeshAxisError, rule=rule.ref)
     for name in parsed.idle.mesh_axes if parsed.idle is not None else ():
-        rules_naming = [rule for _, rule in rules if name in rule.mesh_axes]
-        if rules_naming:
+        naming = next((rule for _, rule in rules if name in rule.mesh_axes), None)
+        if naming is not None:
             fix = f"remove {name} from idle, or from the rule"
             what = f"{name!r} is declared idle, but a rule names it"
-            yield Problem(
-                error=StrategyError, what=what, path=at, rule=str(rules_naming[0].ref), fix=fix
-            )
+            yield problem_at(("policy", "idle"), origin, what, fix, rule=naming.ref)
 
 
 def _fix_for_unknown(name: str, known: Sequence[str]) -> str:
@@ -149,84 +129,50 @@ def _pattern_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[P
     tensors = data.get("tensors")
     for at, entry in enumerate(tensors if isinstance(tensors, list) else ()):
         pattern = entry.get("match") if isinstance(entry, Mapping) else None
+        path = ("tensors", str(at), "match")
         if not isinstance(pattern, str):
             continue  # pydantic reports it
         if len(pattern) > LONGEST_PATTERN:
-            yield Problem(
-                error=StrategyError,
-                what=f"the pattern has {len(pattern)} characters, at most {LONGEST_PATTERN} "
-                f"are read",
-                path=where(("tensors", str(at), "match"), origin),
-                fix="split it into several [[tensors]] entries",
-            )
+            what = f"the pattern has {len(pattern)} characters, at most {LONGEST_PATTERN} are read"
+            yield problem_at(path, origin, what, "split it into several [[tensors]] entries")
             continue
         try:
             compile_pattern(pattern)
         except StrategyError as error:
-            for problem in error.problems:
-                yield at_path(problem, ("tensors", str(at), "match"), origin)
-        else:
-            if len(entry) == 1:
-                yield Problem(
-                    error=StrategyError,
-                    what="the entry has no rule",
-                    path=where(("tensors", str(at)), origin),
-                    fix='add one, such as embed = "-"',
-                )
+            yield from (at_path(problem, path, origin) for problem in error.problems)
+        if len(entry) == 1:
+            yield problem_at(
+                path[:2], origin, "the entry has no rule", 'add one, such as embed = "-"'
+            )
 
 
-def _user_axis_problems(data: Mapping[str, Any], origin: KeySources) -> list[Problem]:
+def _user_axis_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:
     user_axes = data.get("axes")
-    problems = []
     for name in user_axes if isinstance(user_axes, Mapping) else ():
-        path = where(("axes", str(name)), origin)
+        path = ("axes", str(name))
         if isinstance(name, str) and canonical_axis(name) in KNOWN_AXES:
             what = f"{name!r} is already an axis of the vocabulary"
-            problems.append(
-                Problem(
-                    error=StrategyError,
-                    what=what,
-                    path=path,
-                    fix="drop the line, or choose another name",
-                )
-            )
+            yield problem_at(path, origin, what, "drop the line, or choose another name")
         # `params` is a key of [modes.M] and `match` is one of [[tensors]], where axes are keys too.
         elif not _AXIS_NAME.fullmatch(str(name)) or name in ("params", "match"):
             what = f"{name!r} cannot be the name of an axis"
-            problems.append(
-                Problem(
-                    error=StrategyError,
-                    what=what,
-                    path=path,
-                    fix="use letters, digits and _, such as rotary_dim",
-                )
-            )
-    return problems
+            yield problem_at(path, origin, what, "use letters, digits and _, such as rotary_dim")
 
 
-def _mesh_problems(data: Mapping[str, Any], origin: KeySources) -> list[Problem]:
+def _mesh_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:
     mesh, dcn, types = data.get("mesh"), data.get("dcn") or {}, data.get("axis_types")
     # pydantic reports sizes of other types. By `type`, because True is an int too.
-    has_sizes = isinstance(mesh, Mapping) and all(type(size) is int for size in mesh.values())
-    if not (
-        has_sizes and isinstance(dcn, Mapping) and all(type(size) is int for size in dcn.values())
-    ):
-        return []
-    problems = []
+    for table in (mesh, dcn):
+        if not isinstance(table, Mapping) or any(type(size) is not int for size in table.values()):
+            return
+    assert isinstance(mesh, Mapping)
     try:
-        parse_mesh(dict(mesh), dcn=dict(dcn) or None)  # type: ignore[arg-type]
+        parse_mesh(dict(mesh), dcn=dict(dcn) or None)
     except ShardingError as error:
-        problems += [at_path(problem, ("mesh",), origin) for problem in error.problems]
+        yield from (at_path(problem, ("mesh",), origin) for problem in error.problems)
     for name in types if isinstance(types, Mapping) else ():
-        if name not in mesh:  # type: ignore[operator]
-            path = where(("axis_types", str(name)), origin)
-            hint = did_you_mean(str(name), mesh or ()) or "name mesh axes of [mesh]"
-            problems.append(
-                Problem(
-                    error=MissingMeshAxisError,
-                    what=f"mesh axis {name!r} is not in [mesh]",
-                    path=path,
-                    fix=hint,
-                )
-            )
-    return problems
+        if name not in mesh:
+            what = f"mesh axis {name!r} is not in [mesh]"
+            fix = did_you_mean(str(name), mesh) or "name mesh axes of [mesh]"
+            path = ("axis_types", str(name))
+            yield problem_at(path, origin, what, fix, error=MissingMeshAxisError)

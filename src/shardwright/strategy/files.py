@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import json
 import os
@@ -13,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwright.errors import LONGEST_LINE, StrategyError, did_you_mean
+from shardwright.errors import LONGEST_LINE, ShardingError, StrategyError, did_you_mean
+from shardwright.strategy.foreign_files import cannot, read_text
 from shardwright.strategy.key_lines import json_lines, toml_lines
 from shardwright.strategy.limits import LONGEST_FILE, check_limits
 from shardwright.strategy.origin import KeySources
@@ -24,42 +26,24 @@ Parsed = tuple[dict[str, Any], KeySources]
 
 def read(path: Path) -> Parsed:
     """Read a file: its data and the origin of each key."""
-    format = _format(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # skips the byte order mark of some editors
-    except FileNotFoundError as error:
-        hint = did_you_mean(path.stem, preset_names())
-        raise StrategyError(
-            f"no file {str(path)!r}",
-            fix=f"Strategy.preset({path.stem!r})"
-            if path.stem in preset_names()
-            else hint or "check the path",
-        ) from error
-    except OSError as error:
-        raise StrategyError(
-            f"cannot read {str(path)!r}: {(error.strerror or str(error)).lower()}",
-            fix="check the path and its permissions",
-        ) from error
-    except UnicodeDecodeError as error:
-        raise StrategyError(
-            f"{path.name} is not UTF-8: {error.reason} at byte {error.start}",
-            fix="save it as UTF-8",
-        ) from error
+    format = path.suffix.lstrip(".")
+    if not format and path.name in preset_names():
+        fix = f"Strategy.preset({path.name!r})"
+        raise StrategyError(f"{path.name!r} is a preset, not a file", fix=fix)
+    _check_format(format, path.name)
+    if not os.path.exists(path):
+        fix = did_you_mean(path.stem, preset_names()) or "check the path"
+        if path.stem in preset_names():
+            fix = f"for the preset, Strategy.preset({path.stem!r}); in a command, {path.stem}"
+        raise StrategyError(f"no file {str(path)!r}", fix=fix)
+    text = read_text(path, most=LONGEST_FILE)
     return parse_strategy(text, format=format, source=path.name)
 
 
-def _format(path: Path) -> str:
-    format = path.suffix.lstrip(".")
-    if not format and path.name in preset_names():
-        raise StrategyError(
-            f"{path.name!r} is a preset, not a file", fix=f"Strategy.preset({path.name!r})"
-        )
+def _check_format(format: str, source: str) -> None:
     if format not in ("toml", "json"):
-        raise StrategyError(
-            f"{path.name!r} is neither a .toml nor a .json file",
-            fix="give the file one of these endings",
-        )
-    return format
+        fix = 'name the file .toml or .json, or pass format="toml" or "json" with a text'
+        raise StrategyError(f"{source}: unknown format {format!r}", fix=fix)
 
 
 def strategy_names(text: str | Path, root: Path = Path()) -> list[str]:
@@ -88,26 +72,17 @@ def preset_names() -> tuple[str, ...]:
 
 def read_preset(name: str) -> Parsed:
     """Read a preset: its data and the origin of each key."""
-    if not isinstance(name, str):
-        hint = "; Strategy.load reads a file" if isinstance(name, os.PathLike) else ""
-        raise StrategyError(
-            f"the name of a preset must be text, got {name!r}",
-            fix=f"presets are {', '.join(preset_names())}{hint}",
-        )
-    if name not in preset_names():
-        hint = did_you_mean(name.removesuffix(".toml"), preset_names())
-        raise StrategyError(
-            f"no preset {name!r}",
-            fix=f"{hint + ' ' if hint else ''}presets are {', '.join(preset_names())}",
-        )
     return parse(preset_text(name), format="toml", source=f"{name}.toml")
 
 
 def preset_text(name: str) -> str:
     """Return the text of a preset's file, comments included."""
-    return (
-        importlib.resources.files("shardwright.strategy") / "presets" / f"{name}.toml"
-    ).read_text(encoding="utf-8")
+    if not isinstance(name, str) or name not in preset_names():
+        hint = did_you_mean(str(name).removesuffix(".toml"), preset_names())
+        fix = f"{hint} presets are {', '.join(preset_names())}; a file ends in .toml or .json"
+        raise StrategyError(f"no preset {name!r}", fix=fix.strip())
+    presets = importlib.resources.files("shardwright.strategy") / "presets"
+    return (presets / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def parse_strategy(text: str, *, format: str, source: str) -> Parsed:
@@ -125,53 +100,38 @@ def parse_strategy(text: str, *, format: str, source: str) -> Parsed:
 
 def parse(text: str, *, format: str, source: str) -> Parsed:
     """Parse TOML or JSON text into data and the origin of each key."""
-    if not isinstance(text, str):
-        raise StrategyError(
-            f"expected text, got {text!r}",
-            path=source,
-            fix="pass the text of a file; Strategy.load(path) reads one",
-        )
-    if format not in ("toml", "json"):
-        raise StrategyError(f"unknown format {format!r}", path=source, fix='write "toml" or "json"')
+    _check_format(format, source)
     try:
-        data = (
-            tomllib.loads(text)
-            if format == "toml"
-            else json.loads(text, object_pairs_hook=_no_duplicates)
-        )
-    # All of these errors except RecursionError are ValueErrors, so the plain one comes last.
+        if format == "toml":
+            data = tomllib.loads(text)
+        else:
+            data = json.loads(text, object_pairs_hook=functools.partial(_table_of, source))
+    except ShardingError:
+        raise
     except tomllib.TOMLDecodeError as error:
-        line, column = _toml_position(str(error), text)
-        raise _syntax(text, source, str(error), line, column, fix=_toml_fix(text, line)) from error
+        # `tomllib` gives no numbers for an error "at end of document".
+        rows = text.rstrip("\n").split("\n")
+        match = re.search(r"at line (\d+), column (\d+)", str(error))
+        row, column = map(int, match.groups()) if match else (len(rows), len(rows[-1]) + 1)
+        what = re.sub(r" \(at .*\)$", "", str(error))
+        if what == "Cannot overwrite a value":
+            what = "the key is written twice in one table"
+        raise _syntax(text, source, what, row, column, fix=_toml_fix(text, row)) from error
     except json.JSONDecodeError as error:
-        fix = (
-            "remove the comma before the bracket"
-            if _is_trailing_comma(text, error.pos)
-            else _FIX_SYNTAX
-        )
+        fix = "correct the syntax at the caret; no comma may stand before a bracket"
         if error.pos == 0:
             fix = 'if this is TOML, pass format="toml" to loads, or name the file .toml'
         raise _syntax(text, source, error.msg, error.lineno, error.colno, fix=fix) from error
-    except RecursionError as error:
-        raise StrategyError(
-            "the file is nested too deeply", path=source, fix="flatten it"
-        ) from error
-    except _DuplicateKeyError as error:
-        raise StrategyError(
-            f"the key {str(error)!r} is written twice in one table",
-            path=source,
-            fix="remove one of them",
-        ) from error
-    except ValueError as error:  # Python refuses integers of more than 4300 digits
-        raise StrategyError(
-            str(error).partition(";")[0], path=source, fix="write a smaller number"
-        ) from error
+    except (TypeError, AttributeError) as error:
+        fix = "pass the text of a file; Strategy.load(path) reads one"
+        raise StrategyError(f"expected text, got {text!r}", path=source, fix=fix) from error
+    # Python limits the depth of calls, and integers to 4300 digits.
+    except (RecursionError, ValueError) as error:
+        fix = "flatten the file, or write a smaller number"
+        raise StrategyError(str(error).partition(";")[0], path=source, fix=fix) from error
     if not isinstance(data, dict):
-        raise StrategyError(
-            f"a strategy must be a table, got {type(data).__name__}",
-            path=source,
-            fix='start from {"version": 1}',
-        )
+        what, fix = f"expected a table, got {type(data).__name__}", "write { } around the file"
+        raise StrategyError(what, path=source, fix=fix)
     lines = toml_lines(text) if format == "toml" else json_lines(text)
     origin: KeySources = {(): source}
     for path, line in lines:
@@ -183,69 +143,38 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
     return data, origin
 
 
-class _DuplicateKeyError(ValueError):
-    pass
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _table_of(source: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # `json` keeps the last of equal keys, without a word. `tomllib` refuses them itself.
     table: dict[str, Any] = {}
     for key, value in pairs:
         if key in table:
-            raise _DuplicateKeyError(key)
+            what = f"the key {key!r} is written twice in one table"
+            raise StrategyError(what, path=source, fix="remove one of them")
         table[key] = value
     return table
 
 
-_FIX_SYNTAX = "correct the syntax at the caret"
+# The parts of this pattern overlap in spaces, which takes quadratic time on a long line.
 _BARE = re.compile(r"^\s*([\w.-]+)\s*=\s*([A-Za-z?|-][\w+|? -]*?)\s*(?:#.*)?$")
 
 
-def _toml_fix(text: str, line: int) -> str:
+def _toml_fix(text: str, number: int) -> str:
+    line = text.split("\n")[number - 1]
     if text.lstrip().startswith("{"):
         return 'this is JSON: pass format="json" to loads, or name the file .json'
     if text.endswith((".toml", ".json")) and len(text.split()) == 1:
         return f"Strategy.load({text!r}) reads a file"
-    return _quoted(text.split("\n")[line - 1]) or _FIX_SYNTAX
-
-
-def _quoted(line: str) -> str:
-    """Return a fix for a TOML line whose value lacks quotes, or "" for any other line."""
-    # The parts of this pattern overlap in spaces, which takes quadratic time on a long line.
-    match = _BARE.match(line) if len(line) <= LONGEST_LINE else None
-    return f'quote the value: {match[1]} = "{match[2]}"' if match else ""
-
-
-def _is_trailing_comma(text: str, at: int) -> bool:
-    """Tell whether the position of a JSON error is at a comma before a closing bracket.
-
-    Some versions of Python report the position of the comma, others that of the bracket.
-    """
-    before, after = text[:at].rstrip(), text[at:].lstrip()
-    next_token = after.removeprefix(",").lstrip()
-    return (before.endswith(",") or after.startswith(",")) and next_token.startswith(("}", "]"))
+    if len(line) <= LONGEST_LINE and (match := _BARE.match(line)):
+        return f'quote the value: {match[1]} = "{match[2]}"'
+    return "correct the syntax at the caret"
 
 
 def _syntax(
-    text: str, source: str, message: str, line: int, column: int, *, fix: str
+    text: str, source: str, what: str, line: int, column: int, *, fix: str
 ) -> StrategyError:
-    lines = text.split("\n")
-    shown = lines[line - 1] if 0 < line <= len(lines) else ""
-    what = re.sub(r" \(at .*\)$", "", message)
-    if what == "Cannot overwrite a value":
-        what = "the key is written twice in one table"
-    return StrategyError(
-        what, path=f"{source}:{line}", snippet=f"{shown}\n{' ' * (column - 1)}^", fix=fix
-    )
-
-
-def _toml_position(message: str, text: str) -> tuple[int, int]:
-    match = re.search(r"at line (\d+), column (\d+)", message)
-    if match:
-        return int(match[1]), int(match[2])
-    # `tomllib` gives no numbers for an error "at end of document".
-    lines = text.rstrip("\n").split("\n")
-    return len(lines), len(lines[-1]) + 1
+    shown = "".join(text.split("\n")[line - 1 : line])
+    snippet = f"{shown}\n{' ' * (column - 1)}^"
+    return StrategyError(what, path=f"{source}:{line}", snippet=snippet, fix=fix)
 
 
 def render(data: Mapping[str, Any], *, format: str) -> str:
@@ -287,14 +216,11 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def write(path: Path, data: Mapping[str, Any]) -> Path:
-    """Write data to a file atomically."""
-    return write_text(path, rendered(path, data))
-
-
-def rendered(path: Path, data: Mapping[str, Any]) -> str:
-    """Return data as text, in the format that the file name's ending says."""
-    return render(data, format=_format(path))
+def write(path: Path, data: Mapping[str, Any], *, overwrite: bool = True) -> Path:
+    """Write data to a file atomically, in the format that the ending of its name says."""
+    format = path.suffix.lstrip(".")
+    _check_format(format, path.name)
+    return write_text(path, render(data, format=format), overwrite=overwrite)
 
 
 def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:
@@ -303,12 +229,24 @@ def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:
     The umask decides the permissions of a new file. An overwritten file keeps its permissions.
 
     Raises:
-      StrategyError: The folder does not exist, or the path is a folder, a device or a pipe.
-      FileExistsError: The file exists, and `overwrite` is false.
+      StrategyError: The file cannot be written; or it exists, and `overwrite` is false.
     """
+    try:
+        return _write_text(path, text, overwrite=overwrite)
+    except FileExistsError as error:
+        fix = "choose another name, or replace it with --force"
+        raise StrategyError(f"{str(path)!r} exists", fix=fix) from error
+    except OSError as error:
+        raise cannot("write", path, error) from error
+
+
+def _write_text(path: Path, text: str, *, overwrite: bool) -> Path:
     # If the path is a symbolic link, overwrite its target and keep the link.
     target = Path(os.path.realpath(path)) if overwrite else path
-    _check_target(path, target)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        # os.replace would replace the device or pipe itself.
+        what = f"{str(path)!r} is not a regular file, and would be replaced by one"
+        raise StrategyError(what, fix="choose another name, or print and redirect (>)")
     # In the folder of the target, because `os.replace` is atomic only within one file system. Forty
     # characters of the name keep the temporary name below the usual limit of 255 bytes.
     temporary = target.with_name(f".{target.name:.40}.{secrets.token_hex(8)}")
@@ -328,22 +266,3 @@ def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:
         temporary.unlink(missing_ok=True)
         raise
     return path
-
-
-def _check_target(path: Path, target: Path) -> None:
-    for folder in (path.parent, target.parent):
-        if not folder.is_dir():
-            raise StrategyError(
-                f"no folder {str(folder)!r} to write {path.name!r} in", fix="create it first"
-            )
-    if path.is_dir():
-        raise StrategyError(
-            f"cannot write {str(path)!r}: is a directory",
-            fix="name a file in it, or choose another name",
-        )
-    if path.exists() and not path.is_file():
-        # os.replace would replace the device or pipe itself.
-        raise StrategyError(
-            f"{str(path)!r} is not a regular file, and would be replaced by one",
-            fix="choose another name, or print and redirect (>)",
-        )

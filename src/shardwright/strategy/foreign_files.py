@@ -35,9 +35,7 @@ def read_text(
             pieces = itertools.islice(iter(lambda: file.read(_PIECE), ""), most // _PIECE + 1)
             text = "".join(pieces)
     except OSError as failure:
-        reason = (failure.strerror or str(failure)).lower()
-        fix = fix or "check the path and its permissions"
-        raise error(f"cannot read {str(path)!r}: {reason}", fix=fix) from failure
+        raise cannot("read", path, failure, error=error, fix=fix) from failure
     except UnicodeDecodeError as failure:
         what = f"{path.name} is not UTF-8: {failure.reason} at byte {failure.start}"
         raise error(what, fix="save it as UTF-8") from failure
@@ -61,9 +59,20 @@ def read_json(path: Path, *, error: type[ShardingError] = StrategyError, fix: st
     text = read_text(path, most=LONGEST_JSON, error=error, fix=fix)
     try:
         return json.loads(text)
-    except RecursionError as failure:
-        what = f"{path.name} is not JSON: it is nested too deeply"
-        raise error(what, fix=fix or "repair the file") from failure
-    except ValueError as failure:  # also an integer of more than 4300 digits
+    # Also an integer of more than 4300 digits, and a text that is nested too deeply.
+    except (ValueError, RecursionError) as failure:
         what = f"{path.name} is not JSON: {str(failure).partition(';')[0]}"
         raise error(what, fix=fix or "repair the file") from failure
+
+
+def cannot(
+    verb: str,
+    path: Path | str,
+    failure: OSError,
+    *,
+    error: type[ShardingError] = StrategyError,
+    fix: str = "",
+) -> ShardingError:
+    """Return the error for a file that the system refuses to read, write or create."""
+    what = f"cannot {verb} {str(path)!r}: {(failure.strerror or str(failure)).lower()}"
+    return error(what, fix=fix or "check the path, its folder and its permissions")

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shardwright.errors import Problem, StrategyError, raise_problems
-from shardwright.mesh.check import MOST_MESH_AXES
-from shardwright.strategy.origin import KeyPath, KeySources, source_of, where
+from shardwright.strategy.origin import KeyPath, KeySources, problem_at, source_of
 
 # Far below Python's limit of 1,000 nested calls, since merging and writing are recursive.
 DEEPEST = 64
@@ -24,13 +23,8 @@ LONGEST_FILE = 1_000_000
 LONGEST_PATTERN = 1000
 MOST_PROBLEMS = 100
 # The most entries of each table whose keys are names that the user chooses.
-MOST_ENTRIES = {
-    "mesh": MOST_MESH_AXES,
-    "dcn": MOST_MESH_AXES,
-    "axis_types": MOST_MESH_AXES,
-    "axes": 1000,
-    "tensors": 1000,
-}
+MOST_ENTRIES = 1000
+_TABLES = ("mesh", "dcn", "axis_types", "axes", "tensors")
 
 
 def check_limits(data: Mapping[str, Any], origin: KeySources) -> None:
@@ -60,14 +54,14 @@ def check_entries(data: Mapping[str, Any], origin: KeySources) -> None:
     """
     raise_problems(
         [
-            Problem(
-                error=StrategyError,
-                what=f"there are {len(data[name])} entries, at most {most} are read",
-                path=where((name,), origin),
-                fix="keep those that the model needs",
+            problem_at(
+                (name,),
+                origin,
+                f"there are {len(data[name])} entries, at most {MOST_ENTRIES} are read",
+                "keep those that the model needs",
             )
-            for name, most in MOST_ENTRIES.items()
-            if isinstance(data.get(name), Mapping | list | tuple) and len(data[name]) > most
+            for name in _TABLES
+            if isinstance(data.get(name), Mapping | list | tuple) and len(data[name]) > MOST_ENTRIES
         ]
     )
 
@@ -78,33 +72,25 @@ def _problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:
     waiting: list[tuple[KeyPath, Any]] = [((), data)]
     while waiting:
         path, value = waiting.pop()
-        what, fix = _excess(len(path), value)
+        entries: list[tuple[Any, Any]] = []
+        if isinstance(value, Mapping):
+            entries = [*value.items()]
+        elif isinstance(value, list):
+            entries = [*enumerate(value)]
+        what = ""
+        if isinstance(value, int) and abs(value) > MOST_ELEMENTS:
+            what = f"a number of {value.bit_length()} bits is too large"
+            fix = "write a smaller number: at most 2^63 - 1"
+        elif isinstance(value, (Mapping, list)) and len(path) >= DEEPEST:
+            what = f"tables and lists are nested more than {DEEPEST} deep"
+            fix = "flatten the file"
         if what:
             # The path may have many keys, so show the first four.
-            shown = ".".join(path[:4])
-            shown += "..." if len(path) > 4 else ""
-            yield Problem(
-                error=StrategyError,
-                what=what,
-                path=f"{source_of(path, origin)} {shown}".strip(),
-                fix=fix,
-            )
-        elif isinstance(value, Mapping):
-            waiting += reversed([((*path, str(key)), entry) for key, entry in value.items()])
-        elif isinstance(value, list):
-            waiting += reversed([((*path, str(at)), entry) for at, entry in enumerate(value)])
-
-
-def _excess(depth: int, value: Any) -> tuple[str, str]:
-    """Return (what, fix) for a value that exceeds a limit, else two empty strings."""
-    if isinstance(value, int) and abs(value) > MOST_ELEMENTS:
-        return (
-            f"a number of {value.bit_length()} bits is too large",
-            "write a smaller number: at most 2^63 - 1",
-        )
-    if isinstance(value, (Mapping, list)) and depth >= DEEPEST:
-        return f"tables and lists are nested more than {DEEPEST} deep", "flatten the file"
-    return "", ""
+            shown = ".".join(path[:4]) + ("..." if len(path) > 4 else "")
+            place = f"{source_of(path, origin)} {shown}".strip()
+            yield Problem(error=StrategyError, what=what, path=place, fix=fix)
+        else:
+            waiting += reversed([((*path, str(key)), entry) for key, entry in entries])
 
 
 def has_too_many_elements(shape: Iterable[int]) -> bool:

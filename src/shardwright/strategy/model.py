@@ -76,20 +76,8 @@ ChainedRules = Annotated[
 ]
 
 
-def _python_integers(sizes: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Replace NumPy integers, which pydantic refuses, by Python integers."""
-    return {
-        name: size if (integer := as_integer(size)) is None else integer
-        for name, size in sizes.items()
-    }
-
-
 def _empty_table() -> Any:
     return MappingProxyType({})
-
-
-def _no_entries() -> Any:
-    return ()
 
 
 def _lower_keys(table: Any) -> Any:
@@ -255,7 +243,8 @@ class Strategy(BaseModel):
         AfterValidator(tuple),
         WrapSerializer(lambda entries, dump: dump(list(entries))),
     ] = Field(
-        default_factory=_no_entries, description="Exceptions by path, for stored and used weights."
+        default_factory=tuple,  # type: ignore[arg-type]  # as `AfterValidator` makes of the list
+        description="Exceptions by path, for stored and used weights.",
     )
 
     _origin: KeySources = PrivateAttr(default_factory=dict)
@@ -281,7 +270,11 @@ class Strategy(BaseModel):
     def __init__(self, **data: Any) -> None:
         for table in ("mesh", "dcn"):
             if isinstance(data.get(table), Mapping):
-                data[table] = _python_integers(data[table])
+                # pydantic refuses the integers of NumPy.
+                data[table] = {
+                    name: size if (integer := as_integer(size)) is None else integer
+                    for name, size in data[table].items()
+                }
         self._build(data, {})
 
     def _build(
@@ -471,7 +464,7 @@ class Strategy(BaseModel):
         return self
 
     def __reduce__(self) -> Any:
-        return _restore, (self.to_data(), self._origin)
+        return Strategy._from_data, (self.to_data(), self._origin)
 
     def _identity(self) -> tuple[Any, ...]:
         """Return the value that equality and hash compare: every key and the order of mesh axes.
@@ -529,8 +522,3 @@ class Strategy(BaseModel):
         return create_mesh(
             dict(self.mesh), devices=devices, axis_types=self.axis_types, dcn=dict(self.dcn) or None
         )
-
-
-def _restore(data: Mapping[str, Any], origin: KeySources) -> Strategy:
-    """Rebuild a strategy that was pickled."""
-    return Strategy._from_data(data, origin)

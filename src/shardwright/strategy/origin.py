@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardwright.errors import Problem, ShardingError, StrategyError
+
 KeyPath = tuple[str, ...]
 # Source by key path. The empty path has the name of the file.
 KeySources = dict[KeyPath, str]
@@ -19,3 +21,16 @@ def source_of(path: KeyPath, origin: Mapping[KeyPath, str]) -> str:
 def where(path: KeyPath, origin: Mapping[KeyPath, str]) -> str:
     """Return `file:line key.path`, leaving out what is unknown."""
     return f"{source_of(path, origin)} {'.'.join(path)}".strip()
+
+
+def problem_at(
+    path: KeyPath,
+    origin: Mapping[KeyPath, str],
+    what: str,
+    fix: str,
+    *,
+    error: type[ShardingError] = StrategyError,
+    rule: object = "",
+) -> Problem:
+    """Return a problem of a key. `rule` is the rule that is written there."""
+    return Problem(error=error, what=what, path=where(path, origin), rule=str(rule), fix=fix)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwright.errors import Problem, StrategyError
+from shardwright.errors import Problem
 from shardwright.strategy import chains
-from shardwright.strategy.origin import KeyPath, KeySources, source_of, where
+from shardwright.strategy.origin import KeyPath, KeySources, problem_at, source_of
 
 
 def overlay_problems(
@@ -27,16 +27,10 @@ def overlay_problems(
     texts = [
         f'"{value}"' if isinstance(value, str) else "a table by mesh axis" for value in (high, low)
     ]
-    return [
-        Problem(
-            error=StrategyError,
-            what=f"{texts[0]} overlays {texts[1]}{f' ({source})' if source else ''}: "
-            "mesh axes that the table does not name would have no axis type",
-            path=where(("axis_types",), above),
-            fix=f"write both as tables, axis_types = {{{example}}}, "
-            "or both as one word for all mesh axes",
-        )
-    ]
+    what = f"{texts[0]} overlays {texts[1]}{f' ({source})' if source else ''}: "
+    what += "mesh axes that the table does not name would have no axis type"
+    fix = f"write both as tables, axis_types = {{{example}}}, or both as one word for all mesh axes"
+    return [problem_at(("axis_types",), above, what, fix)]
 
 
 def overlay(

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardwright.errors import Problem, StrategyError, did_you_mean
+from shardwright.errors import Problem, did_you_mean
 from shardwright.resolution.rules import OWN_ATTENTION
 from shardwright.strategy.limits import MOST_PROBLEMS
-from shardwright.strategy.origin import KeyPath, KeySources, where
+from shardwright.strategy.origin import KeyPath, KeySources, problem_at
 from shardwright.vocabulary.axes import REPLICATED, UNCONSTRAINED
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ def problems_of(
         what, fix = _explain(entry, path, model)
         if path and path[-1] == "[key]":
             path = path[:-1]
-        problem = Problem(error=StrategyError, what=what, path=where(path, origin), fix=fix)
-        problems.setdefault(problem)
+        problems.setdefault(problem_at(path, origin, what, fix))
     return list(problems)
 
 

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwright.errors import Problem, ShardingError, StrategyError
+from shardwright.errors import Problem, ShardingError
 from shardwright.resolution.decisions import RuleRef
 from shardwright.resolution.rules import MOST_CANDIDATES, Fallback, Rule, parse_rule
 from shardwright.strategy.chains import ARRAYS
-from shardwright.strategy.origin import KeyPath, KeySources, source_of, where
+from shardwright.strategy.origin import KeyPath, KeySources, problem_at, source_of, where
 from shardwright.vocabulary.axes import REPLICATED, Role, canonical_axis, file_name
 
 
@@ -87,17 +87,12 @@ def parse_rules(data: Mapping[str, Any], origin: KeySources) -> ParsedTables:
                 places = len(rule.candidates) or int(axis not in parsed)
                 orders.setdefault(home, []).extend([axis] * places)
             if role is Role.PARAM and rule.fallback is Fallback.UNCONSTRAINED:
-                problems.append(
-                    Problem(
-                        error=StrategyError,
-                        what='"?" is for activations only: a parameter needs a sharding',
-                        path=where(full, origin),
-                        rule=str(rule.ref),
-                        fix='write "-" for replicated, or mesh axes',
-                    )
-                )
+                what = '"?" is for activations only: a parameter needs a sharding'
+                fix = 'write "-" for replicated, or mesh axes'
+                problems.append(problem_at(full, origin, what, fix, rule=rule.ref))
             if axis in parsed:
-                problems += _continuation_problems(parsed[axis], rule, where(full, origin))
+                if fault := _continuation_fault(parsed[axis], rule):
+                    problems.append(problem_at(full, origin, *fault, rule=rule.ref))
                 # Only an array of tables has an axis twice; pydantic refuses two spellings in one
                 # table.
                 rule = _continued(parsed[axis], rule)
@@ -115,18 +110,15 @@ def parse_rules(data: Mapping[str, Any], origin: KeySources) -> ParsedTables:
     )
 
 
-def _continuation_problems(first: Rule, rest: Rule, path: str) -> list[Problem]:
-    """Return a problem if a chain cannot continue in a later table of the array."""
-    what = fix = ""
+def _continuation_fault(first: Rule, rest: Rule) -> tuple[str, str] | None:
+    """Return (what, fix) if a chain cannot continue in a later table of the array."""
     if first.fallback:
         what = f'nothing may follow "{first.fallback}", which always fits'
-        fix = f"drop this line, or the fallback of {first.ref}"
-    elif (count := len(first.candidates) + len(rest.candidates)) > MOST_CANDIDATES:
+        return what, f"drop this line, or the fallback of {first.ref}"
+    if (count := len(first.candidates) + len(rest.candidates)) > MOST_CANDIDATES:
         what = f"the rule has {count} candidates, at most {MOST_CANDIDATES} are read"
-        fix = "keep the candidates that can apply: the first that fits is chosen"
-    if not what:
-        return []
-    return [Problem(error=StrategyError, what=what, path=path, rule=str(rest.ref), fix=fix)]
+        return what, "keep the candidates that can apply: the first that fits is chosen"
+    return None
 
 
 def _continued(first: Rule, rest: Rule) -> Rule:
@@ -194,7 +186,7 @@ def _policy_rule(
             'write "-", or mesh axes such as "dp | -"',
         )
     if what:
-        problems.append(Problem(error=StrategyError, what=what, path=where(path, origin), fix=fix))
+        problems.append(problem_at(path, origin, what, fix))
         return None
     return rule
 

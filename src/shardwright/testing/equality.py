@@ -86,16 +86,11 @@ def assert_same_as_unsharded(
         try:
             unsharded = jax.jit(_run(reference or f, grad))(*copies)
         except (ShardingError, ValueError) as err:
-            fix = (
-                "use the ambient manager or mesh inside it (sw.shard, not pm.shard; a bare "
-                "PartitionSpec, not a NamedSharding), "
-                "or pass reference= with the unsharded function"
-            )
-            raise ProgramError(
-                f"{function_name(f)} does not run on one device",
-                rule=str(err).splitlines()[0],
-                fix=fix,
-            ) from err
+            what = f"{function_name(f)} does not run on one device"
+            fix = "use the ambient manager or mesh inside it (sw.shard, not pm.shard; a bare "
+            fix += "PartitionSpec, not a NamedSharding), "
+            fix += "or pass reference= with the unsharded function"
+            raise ProgramError(what, rule=str(err).splitlines()[0], fix=fix) from err
     _check_comparable(function_name(f), sharded, unsharded)
     message = _differences(function_name(f), sharded, unsharded, rtol, atol)
     if message:
@@ -126,16 +121,9 @@ def _mesh_of(args: Any) -> Mesh:
     )
     if len(meshes) != 1:
         on = "not on a mesh" if not meshes else "on several meshes"
-        what = (
-            f"there is neither a manager nor a mesh, and the arguments are {on}, so nothing can run"
-        )
-        raise MeshSpecError(
-            what,
-            fix=(
-                "place the arguments, or pass manager= or mesh=: the fixture mesh, or "
-                'cpu_mesh("dp:2,tp:4")'
-            ),
-        )
+        what = f"there is neither a manager nor a mesh, and the arguments are {on}"
+        fix = "place the arguments, or pass manager= or mesh=: the fixture mesh, or "
+        raise MeshSpecError(what, fix=f'{fix}cpu_mesh("dp:2,tp:4")')
     return meshes[0]
 
 
@@ -146,10 +134,8 @@ def _on_one_device(
     if whole is None and manager is not None:
         whole = manager.mesh
     if not isinstance(whole, Mesh):
-        raise MeshSpecError(
-            "the mesh is abstract, so nothing can run",
-            fix='pass a manager or a mesh of devices: mesh=cpu_mesh("dp:2,tp:4")',
-        )
+        fix = 'pass a manager or a mesh of devices: mesh=cpu_mesh("dp:2,tp:4")'
+        raise MeshSpecError("the mesh is abstract, so nothing can run", fix=fix)
     if plain:
         return _OneDevice(scope=contextlib.nullcontext, place=whole.devices.flat[0])
     # The same axes with one device each, so that specs and axis names in the function stay valid.
@@ -223,14 +209,10 @@ def _direction(array: Any) -> Any:
 def _check_sharded(compiled: Any, f: Any) -> None:
     """Check that the program runs on several devices, and that each does its own part."""
     __tracebackhide__ = True
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     if is_same_everywhere(compiled):
-        devices = max((sharding.num_devices for sharding in shardings), default=1)
-        does = (
-            "runs on one device" if devices == 1 else f"does the same on each of {devices} devices"
-        )
         raise AssertionError(
-            f"{function_name(f)} {does}: nothing is sharded, so there is nothing to compare\n"
+            f"{function_name(f)} does the same on each device: nothing is sharded, so there is "
+            "nothing to compare\n"
             "  fix   place the arguments first, over mesh axes of more than one device"
         )
 
@@ -244,21 +226,16 @@ def _check_comparable(name: str, sharded: Any, unsharded: Any) -> None:
             f"{name} and its reference return different trees: {has}, not {wants}\n"
             f"  fix   return the same names in the same order from both"
         )
-    if not any(value.size for value in jax.tree.leaves(sharded[0])):
-        raise AssertionError(
-            f"{name} returns no numbers, so there is nothing to compare\n"
-            f"  fix   return the values to compare"
-        )
+    has_numbers = any(value.size for value in jax.tree.leaves(sharded[0]))
+    bare = "" if has_numbers else "it returns no number"
     for path, value in _named(sharded):
-        if (
-            jnp.issubdtype(value.dtype, jnp.inexact)
-            and value.size
-            and not np.isfinite(_numbers(value)).any()
-        ):
-            raise AssertionError(
-                f"{path} of {name} has no finite value, so there is nothing to compare\n"
-                f"  fix   choose arguments that give finite values"
-            )
+        if jnp.issubdtype(value.dtype, jnp.inexact) and value.size:
+            bare = bare or ("" if np.isfinite(_numbers(value)).any() else f"{path} is not finite")
+    if bare:
+        raise AssertionError(
+            f"{name} has nothing to compare: {bare}\n"
+            f"  fix   return the values to compare, and choose arguments that give finite values"
+        )
 
 
 def _differences(name: str, sharded: Any, unsharded: Any, rtol: float | None, atol: float) -> str:
@@ -309,7 +286,10 @@ def _row(
         # Errors of a sum grow with its summands, not with its result, which may be near zero. So
         # the limit is relative to the largest value, not to each.
         finite = np.abs(b[np.isfinite(b)])
-        allowed += (_rtol(array.dtype) if rtol is None else rtol) * float(finite.max(initial=0.0))
+        # A complex number rounds like its two parts; smaller types have at most three bits of
+        # mantissa.
+        relative = _RTOL.get(str(np.zeros((), array.dtype).real.dtype), 0.1)
+        allowed += (relative if rtol is None else rtol) * float(finite.max(initial=0.0))
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     # The difference of two infinities is NaN, and NumPy warns of it.
     with np.errstate(invalid="ignore"):
@@ -320,12 +300,6 @@ def _row(
         return None
     place = ",".join(map(str, worst)) or "-"
     return (*columns, f"{a[worst]:.6g}", f"{b[worst]:.6g}", place, f"±{allowed:.1e}")
-
-
-def _rtol(dtype: Any) -> float:
-    # A complex number rounds like its two parts.
-    name = str(np.finfo(dtype).dtype) if str(dtype).startswith("complex") else str(dtype)
-    return _RTOL.get(name, 0.1)  # smaller types have at most three bits of mantissa
 
 
 def _numbers(value: Any) -> np.ndarray:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from shardwright.resolution.partition_specs import (
     spec_text,
 )
 from shardwright.show.tables import table
+from shardwright.strategy import files
 from shardwright.trees.paths import path_text
 
 _NAME = re.compile(r"[\w.,=+-]+")
@@ -79,9 +78,7 @@ class Golden:
         """
         __tracebackhide__ = True
         if not isinstance(name, str):
-            raise GoldenError(
-                f"the name of a golden file is {name!r}, not text\n  fix   golden(value, name)"
-            )
+            raise _error(f"the name of a golden file is {name!r}, not text", "golden(value, name)")
         is_named = bool(name)
         shared = (
             self.parameters
@@ -89,26 +86,15 @@ class Golden:
             else ""
         )
         name = "-".join(part for part in (name, self.case) if part) if name else self.test
-        if not _NAME.fullmatch(name):
-            raise GoldenError(
-                f"{name!r} cannot name a golden file\n"
-                f"  fix   use letters, digits and any of . , = + - _"
-            )
-        if (size := len(name.encode())) > _LONGEST:
-            raise GoldenError(
-                f"the name of golden {name!r} has {size} bytes, but at most {_LONGEST} fit\n"
-                f"  fix   give a shorter one: golden(value, name)"
-            )
+        if not _NAME.fullmatch(name) or len(name.encode()) > _LONGEST:
+            fix = f"use at most {_LONGEST} letters, digits and any of . , = + - _"
+            raise _error(f"{name!r} cannot name a golden file", fix)
         if not is_named and self.rivals:
-            raise GoldenError(
-                f"{' and '.join(self.rivals)} would share golden {name!r}\n"
-                f"  fix   give each a name: golden(value, name)"
-            )
+            what = f"{' and '.join(self.rivals)} would share golden {name!r}"
+            raise _error(what, "give each a name: golden(value, name)")
         if name in self.used:
-            raise GoldenError(
-                f"the test uses golden {name!r} twice\n"
-                f"  fix   give each a name: golden(value, name)"
-            )
+            what = f"the test uses golden {name!r} twice"
+            raise _error(what, "give each a name: golden(value, name)")
         text = value if isinstance(value, str) else spec_table(value)
         self.used[name] = text
         if self._compare(self.folder / f"{name}.txt", text, shared=shared):
@@ -131,7 +117,7 @@ class Golden:
         __tracebackhide__ = True
         if not text.endswith("\n"):
             text += "\n"
-        now = _encoded(text)
+        now = text.encode(errors="surrogatepass")
         kept = path.read_bytes() if path.exists() else None
         if kept == now:
             return False
@@ -139,22 +125,20 @@ class Golden:
             write(path, text)
             return True
         if kept is None:
-            raise GoldenError(
-                f"no golden file {_shown(path)}\n"
-                f"  fix   write it, read it, commit it: {self.command}"
-            )
-        sharing_fix = (
-            f"  fix   the cases of this test share the file: if their texts differ, put "
-            f"[{shared}] into the name\n"
-        )
+            fix = f"write it, read it, commit it: {self.command}"
+            raise _error(f"no golden file {_shown(path)}", fix)
         # A file that was edited by hand may not be UTF-8.
         changed = difference(kept.decode(errors="backslashreplace"), text)
-        raise GoldenError(
-            f"{_shown(path)} differs (- golden, + now)\n"
-            f"{changed}\n"
-            f"{sharing_fix if shared else ''}"
-            f"  fix   if the new text is right, write it, read it, commit it: {self.command}"
-        )
+        what = f"{_shown(path)} differs (- golden, + now)\n{changed}"
+        if shared:
+            what += "\n  fix   the cases of this test share the file: if their texts differ, put "
+            what += f"[{shared}] into the name"
+        fix = f"if the new text is right, write it, read it, commit it: {self.command}"
+        raise _error(what, fix)
+
+
+def _error(what: str, fix: str) -> GoldenError:
+    return GoldenError(f"{what}\n  fix   {fix}")
 
 
 def _shown(path: Path) -> str:
@@ -164,36 +148,10 @@ def _shown(path: Path) -> str:
     return str(path)
 
 
-def _encoded(text: str) -> bytes:
-    __tracebackhide__ = True
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        what = (
-            f"the text has {text[error.start]!r} in line "
-            f"{text.count(chr(10), 0, error.start) + 1}, which UTF-8 cannot encode"
-        )
-        raise GoldenError(
-            f"{what}\n  fix   escape it: text.encode(errors='backslashreplace').decode()"
-        ) from None
-
-
 def write(path: Path, text: str) -> None:
     """Write a file in one step, so that another process reads either the old or the new text."""
-    data = _encoded(text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, because a rename is atomic only within one file system. The name does not
-    # end in .txt, so a leftover is no golden file.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".golden.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        # mkstemp makes files that only their owner can read.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    files.write_text(path, text)
 
 
 def difference(golden: str, now: str) -> str:
@@ -266,17 +224,9 @@ def _row(path: str, leaf: Any) -> tuple[str, ...]:
     sharding = leaf if isinstance(leaf, jax.sharding.Sharding) else getattr(leaf, "sharding", None)
     shape = getattr(leaf, "shape", None)
     if sharding is None and shape is None:
-        what = (
-            f"{path}: {type(leaf).__name__} has no sharding"
-            if path
-            else f"a {type(leaf).__name__} is neither text nor a tree of arrays"
-        )
-        fix = (
-            "decode it: golden(value.decode())"
-            if isinstance(leaf, bytes)
-            else "give arrays, ShapeDtypeStructs, shardings or specs"
-        )
-        raise GoldenError(f"{what}\n  fix   {fix}")
+        what = f"{path}: a {type(leaf).__name__} is neither text nor an array with a sharding"
+        fix = "give arrays, ShapeDtypeStructs, shardings or specs; decode bytes to text"
+        raise _error(what.removeprefix(": "), fix)
     held = "" if shape is None or sharding is None else _shape_text(sharding.shard_shape(shape))
     return (
         path,

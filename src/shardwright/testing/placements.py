@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,6 @@ from shardwright.errors import (
     RankMismatchError,
     ShardingError,
     StrategyError,
-    did_you_mean,
     raise_problems,
 )
 from shardwright.manager import context
@@ -33,7 +33,6 @@ from shardwright.vocabulary.annotations import is_annotation, tree_of_annotation
 from shardwright.vocabulary.axes import EMPTY
 from shardwright.vocabulary.units import bytes_text
 
-_SHOWN = 5  # names in a hint
 _DEVICES = 16  # ids of devices in a message
 _HEAD = ("tensor", "shape", "found", "per device", "expected", "per device")
 _SPECS = (_HEAD.index("found"), _HEAD.index("expected"))
@@ -63,16 +62,17 @@ def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
       StrategyError: the trees differ, a value is neither a sharding nor a spec, or a spec is
         compared with an array without a mesh.
     """
-    shardings, structure = jax.tree.flatten(expected, is_leaf=_covers)
+    shardings, structure = jax.tree.flatten(
+        expected, is_leaf=lambda value: isinstance(value, (Sharding, PartitionSpec))
+    )
     try:
         parts = structure.flatten_up_to(x)  # type: ignore[attr-defined]
     except ValueError as error:
-        # If the paths agree, only the containers differ, and JAX's own message says how.
-        raise_problems(_unpaired(x, expected))
-        what = f"the tree of expected shardings does not fit the tree: {str(error).splitlines()[0]}"
-        raise StrategyError(
-            what, fix="pass a tree of the same structure, or one sharding for a whole subtree"
-        ) from error
+        what = "the tree of expected shardings does not fit the tree: "
+        # JAX ends with the whole value.
+        what += str(error).partition("; dict:")[0].partition(" Array(")[0].splitlines()[0]
+        fix = "pass a tree of the same structure, or one sharding for a whole subtree"
+        raise StrategyError(what, fix=fix) from error
     # One entry of `expected` for each leaf that it covers.
     each = [
         sharding
@@ -97,85 +97,23 @@ def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
     return wanted
 
 
-def _unpaired(x: Any, expected: Any) -> list[Problem]:
-    """Return a problem for each path that only one of two trees has."""
-    names, places = (
-        [
-            path_text(path)
-            for path, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_covers)[0]
-        ]
-        for tree in (x, expected)
-    )
-    problems = []
-    for place in places:
-        if not any(_below(name, place) for name in names):
-            fix = (
-                did_you_mean(place, names)
-                or f"the tree has {', '.join(names[:_SHOWN])}{', …' * (len(names) > _SHOWN)}"
-            )
-            problems.append(
-                Problem(
-                    error=StrategyError,
-                    what="a sharding is expected for it, but the tree has no such tensor",
-                    path=place,
-                    fix=fix,
-                )
-            )
-    for name in names:
-        if not any(_below(name, place) or _below(place, name) for place in places):
-            fix = (
-                did_you_mean(name, places)
-                or "expect a sharding for it, or one for the whole subtree"
-            )
-            problems.append(
-                Problem(
-                    error=StrategyError,
-                    what="the tree of expected shardings has no entry for it",
-                    path=name,
-                    fix=fix,
-                )
-            )
-    return problems
-
-
-def _below(name: str, place: str) -> bool:
-    return not place or name == place or name.startswith(f"{place}/")
-
-
-def _covers(value: Any) -> bool:
-    return isinstance(value, (Sharding, PartitionSpec))
-
-
 def _as_sharding(expected: Any, value: Any, path: str) -> Sharding:
     if isinstance(expected, Sharding):
         if isinstance(expected, NamedSharding) and len(expected.spec.partitions) > np.ndim(value):
-            what = (
-                f"{spec_text(expected.spec)} has {len(expected.spec.partitions)} entries, "
-                f"but the array has {np.ndim(value)} dims"
-            )
-            raise RankMismatchError(
-                what, path=path, fix="expect a spec with at most one entry for each dim"
-            )
+            what = f"{spec_text(expected.spec)} has {len(expected.spec.partitions)} entries, "
+            what += f"but the array has {np.ndim(value)} dims"
+            fix = "expect a spec with at most one entry for each dim"
+            raise RankMismatchError(what, path=path, fix=fix)
         return expected
     if not isinstance(expected, PartitionSpec):
-        raise StrategyError(
-            f"{type(expected).__name__} is neither a sharding nor a PartitionSpec",
-            path=path,
-            fix="for annotations use assert_spec",
-        )
+        what = f"{type(expected).__name__} is neither a sharding nor a PartitionSpec"
+        raise StrategyError(what, path=path, fix="for annotations use assert_spec")
     own = getattr(value, "sharding", None)
     if not isinstance(own, NamedSharding):
-        where = (
-            "is not on a mesh"
-            if own is None
-            else f"has a {type(own).__name__}, which names no mesh axes"
-        )
+        what = f"{spec_text(expected)} is expected for a {type(value).__name__} that has "
+        what += f"the sharding {own} and no mesh"
         fix = "place it first, or expect a NamedSharding"
-        raise StrategyError(
-            f"{spec_text(expected)} is expected for a {type(value).__name__} that {where}",
-            path=path,
-            fix=fix,
-        )
+        raise StrategyError(what, path=path, fix=fix)
     # The entries must fit the mesh and the shape. Unreduced axes are compared later.
     resolver.explain(
         PartitionSpec(*expected.partitions),
@@ -241,7 +179,8 @@ def wanted_by_annotation(
 
 def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
     """Return the message about arrays with another sharding; empty if all are as expected."""
-    wrong = [pair for pair in wanted if not _as_expected(pair)]
+    wrong = [pair for pair in wanted if _differences(pair)]
+    right = [pair for pair in wanted if not _differences(pair)]
     if not wrong:
         return ""
     count = "1 tensor has" if len(wrong) == 1 else f"{len(wrong)} tensors have"
@@ -255,7 +194,7 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
         "",
         *table(
             # Wrong ones first, because the table has room for a few rows only.
-            [_HEAD, *map(_row, [*wrong, *(pair for pair in wanted if _as_expected(pair))][:rows])],
+            [_HEAD, *map(_row, [*wrong, *right][:rows])],
             whole=_SPECS,
         ),
     ]
@@ -269,40 +208,12 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
 def _rules(wrong: Sequence[Wanted]) -> list[str]:
     """Return the rules of the dims that differ, each once, with file and line."""
     rules = [
-        rule
+        decision.rule
         for pair in wrong
-        for dim in _differing_dims(pair)
-        if dim < len(pair.decisions) and (rule := pair.decisions[dim].rule) is not None
+        for decision, (has, wants) in zip(pair.decisions, _pairs(pair), strict=False)
+        if decision.rule is not None and has != wants
     ]
     return [f"  rule  {rule}".replace("\n", "\n        ") for rule in dict.fromkeys(rules)]
-
-
-def _as_expected(pair: Wanted) -> bool:
-    own = getattr(pair.value, "sharding", None)
-    if own is None:
-        return False
-    rank = np.ndim(pair.value)
-    if (
-        isinstance(own, NamedSharding)
-        and isinstance(pair.sharding, NamedSharding)
-        # Not the meshes themselves: axis types do not change a sharding, and an abstract mesh
-        # equals no concrete one.
-        and own.mesh.shape_tuple == pair.sharding.mesh.shape_tuple
-    ):
-        dims = _entries(own, rank) == _entries(pair.sharding, rank) and _unreduced(
-            own
-        ) == _unreduced(pair.sharding)
-        # A sharding on an abstract mesh has no memory kind, and matches every kind.
-        memory = own.memory_kind in (None, pair.sharding.memory_kind or own.memory_kind)
-        return dims and memory and not _other_devices(own, pair.sharding)
-    try:
-        return bool(own.is_equivalent_to(pair.sharding, rank))
-    except (TypeError, ValueError):  # one of them has no devices
-        return False
-
-
-def _memory(sharding: NamedSharding) -> str:
-    return sharding.memory_kind or "device"
 
 
 def _entries(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
@@ -342,44 +253,55 @@ def _devices_text(sharding: NamedSharding) -> str:
     return ",".join([*ids[:_DEVICES], *["…"] * (len(ids) > _DEVICES)])
 
 
-def _differences(pair: Wanted) -> list[str]:
-    """Return the dims with different mesh axes, as `dim 1 HEAD: -, not tp`.
+def _pairs(pair: Wanted) -> list[tuple[Any, Any]]:
+    """Return the mesh axes of each dim, found and expected. (None, ()) if they do not compare."""
+    own: Any = getattr(pair.value, "sharding", None)
+    wanted: Any = pair.sharding
+    rank = np.ndim(pair.value)
+    if _on_one_mesh(own, wanted):
+        return list(zip(_entries(own, rank), _entries(wanted, rank), strict=True))
+    return [(None, ())] * rank
 
-    If every dim agrees, return what else differs about the shardings.
+
+def _on_one_mesh(own: Any, wanted: Any) -> bool:
+    if not isinstance(own, NamedSharding) or not isinstance(wanted, NamedSharding):
+        return False
+    # Not the meshes themselves: axis types do not change a sharding, and an abstract mesh equals no
+    # concrete one.
+    return bool(own.mesh.shape_tuple == wanted.mesh.shape_tuple)
+
+
+def _differences(pair: Wanted) -> list[str]:
+    """Return the dims with different mesh axes, as `dim 1 HEAD: -, not tp`, and what else differs.
+
+    Nothing if the array is sharded as expected.
     """
-    own = getattr(pair.value, "sharding", None)
+    own, wanted = getattr(pair.value, "sharding", None), pair.sharding
     if own is None:
         return ["it has no sharding"]
-    if not isinstance(own, NamedSharding) or not isinstance(pair.sharding, NamedSharding):
-        return [f"{type(own).__name__}, not {sharding_text(pair.sharding)}"]
-    if own.mesh.shape_tuple != pair.sharding.mesh.shape_tuple:
-        return [f"the mesh: {_mesh_text(own)}, not {_mesh_text(pair.sharding)}"]
-    rank = np.ndim(pair.value)
-    pairs = list(zip(_entries(own, rank), _entries(pair.sharding, rank), strict=True))
+    if not _on_one_mesh(own, wanted):
+        with contextlib.suppress(TypeError, ValueError):  # one of them has no devices
+            if own.is_equivalent_to(wanted, np.ndim(pair.value)):
+                return []
+        if isinstance(own, NamedSharding) and isinstance(wanted, NamedSharding):
+            return [f"the mesh: {_mesh_text(own)}, not {_mesh_text(wanted)}"]
+        return [f"{type(own).__name__}, not {sharding_text(wanted)}"]
+    assert isinstance(wanted, NamedSharding)
     lines = []
-    for dim, (has, wants) in enumerate(pairs):
+    for dim, (has, wants) in enumerate(_pairs(pair)):
         if has != wants:
             label = pair.decisions[dim].label if dim < len(pair.decisions) else ""
             label = f" {label}" if label not in ("", EMPTY) else ""
             lines.append(f"dim {dim}{label}: {'+'.join(has) or '-'}, not {'+'.join(wants) or '-'}")
-    summands = _unreduced(own), _unreduced(pair.sharding)
-    if summands[0] != summands[1]:
-        has_sums, wants_sums = ("+".join(axes) or "-" for axes in summands)
-        lines.append(f"unreduced over: {has_sums}, not {wants_sums}")
-    if _other_devices(own, pair.sharding):
-        lines.append(f"devices: {_devices_text(own)}, not {_devices_text(pair.sharding)}")
-    return lines or [f"memory: {_memory(own)}, not {_memory(pair.sharding)}"]
-
-
-def _differing_dims(pair: Wanted) -> list[int]:
-    """Return the dims with different mesh axes, or all if the shardings have no comparable dims."""
-    own, rank = getattr(pair.value, "sharding", None), np.ndim(pair.value)
-    if not isinstance(own, NamedSharding) or not isinstance(pair.sharding, NamedSharding):
-        return list(range(rank))
-    if own.mesh.shape_tuple != pair.sharding.mesh.shape_tuple:
-        return list(range(rank))
-    pairs = zip(_entries(own, rank), _entries(pair.sharding, rank), strict=True)
-    return [dim for dim, (has, wants) in enumerate(pairs) if has != wants]
+    has, wants = _unreduced(own), _unreduced(wanted)
+    if has != wants:
+        lines.append(f"unreduced over: {'+'.join(has) or '-'}, not {'+'.join(wants) or '-'}")
+    if _other_devices(own, wanted):
+        lines.append(f"devices: {_devices_text(own)}, not {_devices_text(wanted)}")
+    # A sharding on an abstract mesh has no memory kind, and matches every kind.
+    if own.memory_kind not in (None, wanted.memory_kind or own.memory_kind):
+        lines.append(f"memory: {own.memory_kind}, not {wanted.memory_kind}")
+    return lines
 
 
 def _mesh_text(sharding: NamedSharding) -> str:

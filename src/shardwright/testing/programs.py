@@ -61,10 +61,8 @@ class CompiledCollectives:
         if axis is None:
             return self.collectives
         if not len(axis):
-            raise TypeError(
-                f"axis={axis!r} names no axis, so nothing is checked: leave it out for "
-                f"all, or name one"
-            )
+            what = f"axis={axis!r} names no axis, so nothing is checked: leave it out for all"
+            raise TypeError(f"{what}, or name one")
         wanted = frozenset().union(*map(self._mesh_axes, [axis] if isinstance(axis, str) else axis))
         # XLA sends nothing along an axis of one device, so no collective names it.
         wanted = frozenset(name for name in wanted if self.sizes.get(name) != 1)
@@ -93,21 +91,14 @@ class CompiledCollectives:
         names = frozenset(name for name, axes in carried.items() if wanted in axes)
         if names:
             return names
-        everything = [
-            *known,
-            *dict.fromkeys(
-                axis_label(semantic_axis) for axes in carried.values() for semantic_axis in axes
-            ),
-        ]
-        reason = (
-            "no rule shards it over a mesh axis of more than one device"
-            if self.carried
-            else "semantic axes need manager="
-        )
-        raise UnknownAxisError(
-            f"{axis!r} is not an axis of the mesh {dict(self.sizes)}, and {reason}",
-            fix=did_you_mean(axis, everything) or f"name one of {', '.join(everything)}",
-        )
+        labels = dict.fromkeys(axis_label(name) for axes in carried.values() for name in axes)
+        everything = [*known, *labels]
+        reason = "no rule shards it over a mesh axis of more than one device"
+        if not self.carried:
+            reason = "semantic axes need manager="
+        what = f"{axis!r} is not an axis of the mesh {dict(self.sizes)}, and {reason}"
+        fix = did_you_mean(axis, everything) or f"name one of {', '.join(everything)}"
+        raise UnknownAxisError(what, fix=fix)
 
 
 def read_program(
@@ -177,16 +168,9 @@ def read_program(
         and not isinstance(compiled, str)
         and is_same_everywhere(compiled)
     ):
-        raise ProgramError(
-            (
-                f"{name} does the same on each of {program_mesh.size} devices: nothing is sharded, "
-                f"so nothing can be sent"
-            ),
-            fix=(
-                "shard the arguments (pm.shard, jax.device_put), or give ShapeDtypeStructs that "
-                "have shardings"
-            ),
-        )
+        what = f"{name} does the same on each of {program_mesh.size} devices: nothing is sharded, "
+        fix = "shard the arguments (pm.shard, jax.device_put), or give ShapeDtypeStructs that "
+        raise ProgramError(f"{what}so nothing can be sent", fix=f"{fix}have shardings")
     return CompiledCollectives(
         name=name, collectives=collectives, sizes=mesh_sizes(program_mesh), carried=carried
     )
@@ -196,17 +180,12 @@ def _lowered(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
     """Return the name of a program, and the program lowered or compiled."""
     if isinstance(program, (jax.stages.Lowered, jax.stages.Compiled)):
         if args:
-            raise ProgramError(
-                f"{len(args)} arguments for a program that is lowered already",
-                fix="pass the function, or no arguments",
-            )
+            what = f"{len(args)} arguments for a program that is lowered already"
+            raise ProgramError(what, fix="pass the function, or no arguments")
         return "the program", program
     if not callable(program):
-        fix = (
-            "pass a function and its arguments, jitted.lower(...), jitted.lower(...).compile(), "
-            "or its text"
-        )
-        raise ProgramError(f"{type(program).__name__} is not a program", fix=fix)
+        fix = "pass a function and its arguments, jitted.lower(...), jitted.lower(...).compile(), "
+        raise ProgramError(f"{type(program).__name__} is not a program", fix=f"{fix}or its text")
     jitted: Any = program if hasattr(program, "lower") else jax.jit(program)
     return function_name(program), jitted.lower(*args)
 
@@ -265,15 +244,10 @@ def _checked_mesh(requested: Mesh | AbstractMesh | None, compiled: Any) -> Mesh 
         if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
     ]
     if requested is None and not own:
-        raise MeshSpecError(
-            "no argument and no result of the program is on a mesh", fix="pass mesh=, or manager="
-        )
+        what = "no argument and no result of the program is on a mesh"
+        raise MeshSpecError(what, fix="pass mesh=, or manager=")
     if requested is not None and own and own[0].shape_tuple != requested.shape_tuple:
-        raise MeshMismatchError(
-            (
-                f"the program's arrays are on the mesh {dict(own[0].shape_tuple)}, not on "
-                f"{dict(requested.shape_tuple)}"
-            ),
-            fix="pass the mesh or the manager that the arrays were placed with",
-        )
+        what = f"the program's arrays are on the mesh {dict(own[0].shape_tuple)}, not on "
+        fix = "pass the mesh or the manager that the arrays were placed with"
+        raise MeshMismatchError(f"{what}{dict(requested.shape_tuple)}", fix=fix)
     return own[0] if requested is None else requested

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Iterator
@@ -104,17 +105,18 @@ def annotated_leaves(tree: Any, annotations: Any = None) -> list[Leaf]:
         be read in two ways. The error has all problems.
     """
     if isinstance(annotations, PathMatch):
-        raise StrategyError(
-            "a PathMatch is not a tree of annotations",
-            fix="pass match_paths(...).annotations",
-        )
+        what = "a PathMatch is not a tree of annotations"
+        raise StrategyError(what, fix="pass match_paths(...).annotations")
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array_spec)
+    by_leaf: list[Any] = []
+    whole: Any = structure
     if annotations is None:
         by_leaf = [value for _, value in pairs]
     else:
-        by_leaf = _one_per_leaf(structure, annotations) or _covering(
-            _with_dicts(tree), _with_dicts(annotations)
-        )
+        with contextlib.suppress(ValueError):  # the trees differ in structure
+            by_leaf = whole.flatten_up_to(annotations)
+        if not by_leaf or not all(map(is_annotation, by_leaf)):
+            by_leaf = _covering(_with_dicts(tree), _with_dicts(annotations))
     leaves = [
         Leaf(path=path_text(path), value=value, annotation=annotation)
         for (path, value), annotation in zip(pairs, by_leaf, strict=True)
@@ -141,15 +143,6 @@ def _with_dicts(tree: Any) -> Any:
     )
 
 
-def _one_per_leaf(structure: Any, annotations: Any) -> list[Any] | None:
-    """Return the annotation of each leaf, or None if the trees differ in structure."""
-    try:
-        values: list[Any] = structure.flatten_up_to(annotations)
-    except ValueError:
-        return None
-    return values if all(map(is_annotation, values)) else None
-
-
 def _covering(tree: Any, annotations: Any) -> list[Any]:
     """Return the annotation of each leaf. An annotation may cover a whole subtree."""
     covers, structure = jax.tree_util.tree_flatten_with_path(annotations, is_leaf=is_annotation)
@@ -159,9 +152,8 @@ def _covering(tree: Any, annotations: Any) -> list[Any]:
         raise_problems(list(_misfits(tree, annotations, ())))
         # All paths agree, so the static data of two nodes differ. Only JAX's message shows it.
         message = str(error).splitlines()[0].partition(", got")[0]
-        raise StrategyError(
-            f"the tree of annotations does not fit the tree: {message}", fix=_EACH_LEAF
-        ) from error
+        what = f"the tree of annotations does not fit the tree: {message}"
+        raise StrategyError(what, fix=_EACH_LEAF) from error
     problems: list[Problem] = []
     each: list[Any] = []
     for (path, annotation), part in zip(covers, parts, strict=True):
@@ -195,45 +187,20 @@ def _spread(
             for annotation, count in zip(several, counts, strict=True)
             for _ in range(count)
         ]
-    children_by_key = _children(part) or {}
-    children = list(children_by_key.values())
+    children = list((_children(part) or {}).values())
     if len(children) == len(several) and all(map(_has_rank, children, several)):
-        problems.append(_two_readings(several, part, list(children_by_key), path))
+        what = f"a tuple of {len(several)} annotations over {_container(part)} of {len(children)} "
+        fix = f"one annotation each: {_container(part)} of {', '.join(map(spelled, several))}\n"
+        fix += "one annotation of composites for every array: "
+        fix += f"{_container(part)} of {', '.join([spelled(several)] * len(several))}"
+        what += "can be read in two ways"
+        problems.append(_misfit(what, path, fix))
     return [several] * _count(part)
 
 
 def _has_rank(part: Any, annotation: tuple[Any, ...]) -> bool:
     leaves = jax.tree.leaves(part, is_leaf=is_array_spec)
     return bool(leaves) and all(np.ndim(leaf) == len(annotation) for leaf in leaves)
-
-
-def _two_readings(
-    several: tuple[Any, ...], part: Any, keys: list[Any], path: tuple[Any, ...]
-) -> Problem:
-    each, whole = list(map(spelled, several)), [spelled(several)] * len(several)
-    return Problem(
-        error=StrategyError,
-        what=f"a tuple of {len(several)} annotations over {_container(part)} of {len(keys)} "
-        "can be read in two ways",
-        path=path_text(path),
-        fix=f"one annotation each: {_like(part, keys, each)}\n"
-        f"one annotation of composites for every array: {_like(part, keys, whole)}",
-    )
-
-
-def _like(part: Any, keys: list[Any], texts: list[str]) -> str:
-    """Return at most the first three texts, in the notation of a container."""
-    names = [path_text([key]) for key in keys]
-    if isinstance(part, list):
-        shown = texts
-    elif isinstance(part, dict):
-        shown = [f"{name!r}: {text}" for name, text in zip(names, texts, strict=True)]
-    else:
-        shown = [f"{name}={text}" for name, text in zip(names, texts, strict=True)]
-    inner = ", ".join([*shown[:3], *(["..."] if len(shown) > 3 else [])])
-    if isinstance(part, list):
-        return f"[{inner}]"
-    return f"{{{inner}}}" if isinstance(part, dict) else f"{type(part).__name__}({inner})"
 
 
 def _misfits(tree: Any, annotations: Any, path: tuple[Any, ...]) -> Iterator[Problem]:
@@ -248,25 +215,17 @@ def _misfits(tree: Any, annotations: Any, path: tuple[Any, ...]) -> Iterator[Pro
             is_list = is_axes_list(annotations)
             tuples = "write the axes as a tuple: in a tree, a list is a container"
             fix = tuples if is_list else _EACH_LEAF
-        yield _misfit(
-            f"the tree has {node} here, the tree of annotations has {_container(annotations)}",
-            path,
-            fix,
-        )
+        what = f"the tree has {node} here, the tree of annotations has {_container(annotations)}"
+        yield _misfit(what, path, fix)
         return
     for key in [key for key in children if key not in annotated]:
-        yield _misfit(
-            "the tree has this path, the tree of annotations does not", (*path, key), _EACH_LEAF
-        )
+        what = "the tree has this path, the tree of annotations does not"
+        yield _misfit(what, (*path, key), _EACH_LEAF)
+    others = [path_text([key]) for key in children if key not in annotated]
     for key in [key for key in annotated if key not in children]:
-        hint = did_you_mean(
-            path_text([key]), [path_text([other]) for other in children if other not in annotated]
-        )
-        yield _misfit(
-            "the tree of annotations has this path, the tree does not",
-            (*path, key),
-            f"{hint} drop it".strip(),
-        )
+        what = "the tree of annotations has this path, the tree does not"
+        hint = did_you_mean(path_text([key]), others)
+        yield _misfit(what, (*path, key), f"{hint} drop it".strip())
     for key in [key for key in children if key in annotated]:
         yield from _misfits(children[key], annotated[key], (*path, key))
 
@@ -303,12 +262,8 @@ def _unannotated(leaf: Leaf) -> Problem:
     if isinstance(leaf.annotation, str):
         label = axis_label(leaf.annotation)
         fix = f"write a tuple with one axis per dim: ({label},), or ({label}, EMPTY) for two dims"
-    return Problem(
-        error=StrategyError,
-        what=f"{_kind(leaf.annotation)} is not an annotation",
-        path=leaf.path,
-        fix=fix,
-    )
+    what = f"{_kind(leaf.annotation)} is not an annotation"
+    return Problem(error=StrategyError, what=what, path=leaf.path, fix=fix)
 
 
 def _kind(value: Any) -> str:

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
+from shardwright.errors import Problem, RankMismatchError, StrategyError
 from shardwright.vocabulary.annotations import ArraySpec, PartOf
 from shardwright.vocabulary.axes import EMPTY, EXPERT, LAYERS
 from shardwright.vocabulary.integers import as_integer
 from shardwright.vocabulary.lowering import as_shape, describe, lower
+from shardwright.vocabulary.read import refuse
 
 # A block of this size covers its whole dim.
 WHOLE = -1
@@ -98,39 +99,23 @@ def quantized(
 def _require_spec(spec: Any, path: str) -> None:
     if not isinstance(spec, ArraySpec):
         what = f"the weight is a {type(spec).__name__}, not an ArraySpec: its parts need its shape"
-        raise StrategyError(
-            what,
-            path=path,
-            fix="pass ArraySpec(shape, dtype, axes), or annotate existing values with scale_axes",
-        )
+        fix = "pass ArraySpec(shape, dtype, axes), or annotate existing values with scale_axes"
+        raise StrategyError(what, path=path, fix=fix)
 
 
 def _block_counts(spec: ArraySpec, blocks: tuple[int, ...], path: str) -> tuple[int, ...]:
-    if len(blocks) != spec.ndim:
-        what = f"{len(blocks)} blocks for {describe(spec)} of {spec.ndim} dims"
-        raise RankMismatchError(
-            what,
-            path=path,
-            fix="write one entry per dim: 1 for a scale each, -1 for one scale, or a block size",
-        )
-    problems = [
-        Problem(
-            error=RankMismatchError,
-            what=f"size {size} is not a multiple of its block {block}",
-            path=path,
-            dim=at,
-            size=size,
-            fix=fix,
-        )
-        for at, (size, block) in enumerate(zip(spec.shape, blocks, strict=True))
-        if block != WHOLE and (as_integer(block) is None or block < 1 or size % block)
-        for fix in ("choose a block size that divides, or -1 for one scale along the dim",)
-    ]
-    raise_problems(problems)
-    return tuple(
-        1 if block == WHOLE else size // block
-        for size, block in zip(spec.shape, blocks, strict=True)
-    )
+    sizes = tuple(map(as_integer, blocks))
+    if len(blocks) == spec.ndim:
+        divides = [
+            block == WHOLE or (block is not None and block > 0 and size % block == 0)
+            for size, block in zip(spec.shape, sizes, strict=True)
+        ]
+        if all(divides):
+            pairs = zip(spec.shape, sizes, strict=True)
+            return tuple(1 if block == WHOLE else size // (block or 1) for size, block in pairs)
+    what = f"blocks {blocks} do not divide {describe(spec)} of shape {spec.shape}"
+    fix = "write one entry per dim: 1 for a scale each, -1 for one scale, or a size that divides"
+    raise RankMismatchError(what, path=path, fix=fix)
 
 
 def scale_axes(
@@ -153,12 +138,10 @@ def scale_axes(
         scale and value % scale == 0 for value, scale in zip(values, scales, strict=False)
     )
     if not fits:
-        raise RankMismatchError(
-            f"scales of shape {scales} for values of shape {values}",
-            path=path,
-            fix="keep a dim of size 1 for a single scale (keepdims=True); "
-            "every other size is the number of blocks",
-        )
+        what = f"scales of shape {scales} for values of shape {values}"
+        fix = "keep a dim of size 1 for a single scale (keepdims=True); "
+        fix += "every other size is the number of blocks"
+        raise RankMismatchError(what, path=path, fix=fix)
     # A shard of the values needs every scale of a dim that has only one, so that is replicated.
     dims = tuple(None if scale == 1 else at for at, scale in enumerate(scales))
     return PartOf(annotation=axes, shape=values, dims=dims, path=path)
@@ -252,39 +235,40 @@ def low_rank(
     _require_spec(spec, path)
     outputs_start = leading + inputs
     if leading < 0 or inputs < 1 or outputs_start >= spec.ndim:
-        what = (
-            f"{describe(spec)} has {spec.ndim} dims: "
-            f"{leading} leading and {inputs} inputs leave no outputs"
-        )
-        raise RankMismatchError(
-            what, path=path, fix="inputs=2 is for a weight such as (HEAD, HEAD_DIM, EMBED)"
-        )
-    if rank < 1:
-        raise StrategyError(
-            f"the rank of a pair must be positive, got {rank}",
-            path=path,
-            fix="choose a rank such as 8",
-        )
+        what = f"{describe(spec)} has {spec.ndim} dims: "
+        what += f"{leading} leading and {inputs} inputs leave no outputs"
+        fix = "inputs=2 is for a weight such as (HEAD, HEAD_DIM, EMBED)"
+        raise RankMismatchError(what, path=path, fix=fix)
+    dims = lower(spec.axes, spec.shape).dims[:outputs_start]
     stacks = [
         at
-        for at, dim in enumerate(lower(spec.axes, spec.shape).dims[:outputs_start])
+        for at, dim in enumerate(dims)
         if at >= leading and _STACKS & {*dim.axes, dim.semantic_axis}
     ]
-    if stacks:
-        what = (
-            f"{describe(spec)} is a stack of layers or experts along dim {stacks[-1]}, "
-            "which is not an input"
-        )
-        raise StrategyError(
-            what, path=path, fix=f"pass leading={stacks[-1] + 1}: then each has its own pair"
-        )
+    last = max(stacks, default=0)
     pair_dtype = jnp.dtype(spec.dtype if dtype is None else dtype)
-    if not jnp.issubdtype(pair_dtype, jnp.floating):
-        raise StrategyError(
+    stack = f"{describe(spec)} is a stack of layers or experts along dim {last}"
+    refuse(
+        StrategyError,
+        (
+            rank < 1,
+            path,
+            f"the rank of a pair must be positive, got {rank}",
+            "choose one such as 8",
+        ),
+        (
+            stacks,
+            path,
+            f"{stack}, which is not an input",
+            f"pass leading={last + 1}: then each has its own pair",
+        ),
+        (
+            not jnp.issubdtype(pair_dtype, jnp.floating),
+            path,
             f"a pair of dtype {pair_dtype} cannot be trained",
-            path=path,
-            fix="pass dtype=jnp.bfloat16, or another float",
-        )
+            "pass dtype=jnp.bfloat16, or another float",
+        ),
+    )
     lead = tuple(range(leading))
     ins = tuple(range(leading, outputs_start))
     outs = tuple(range(outputs_start, spec.ndim))

@@ -58,22 +58,17 @@ def _initialize(key: Any, path: Sequence[Any], spec: ArraySpec) -> Any:
     for at in (0, 4):
         key = jax.random.fold_in(key, int.from_bytes(digest[at : at + 4], "big"))
     array = spec.init(key, spec.shape, spec.dtype)
-    narrowed = jax.dtypes.canonicalize_dtype(spec.dtype)
-    if array.dtype == narrowed != jax.numpy.dtype(spec.dtype):
-        raise StrategyError(
-            f"the ArraySpec has dtype {jax.numpy.dtype(spec.dtype)}, "
-            f"which JAX narrows to {narrowed} while jax_enable_x64 is off",
-            path=path_text(path),
-            fix=f"write {narrowed}, or call "
-            'jax.config.update("jax_enable_x64", True) before creating arrays',
-        )
-    if np.shape(array) != spec.shape or array.dtype != jax.numpy.dtype(spec.dtype):
-        raise RankMismatchError(
-            f"init returned {array.dtype} of shape {np.shape(array)}, the ArraySpec has "
-            f"{jax.numpy.dtype(spec.dtype)} of shape {spec.shape}",
-            path=path_text(path),
-            fix="return an array of the shape and dtype that init receives",
-        )
+    dtype = jax.numpy.dtype(spec.dtype)
+    if np.shape(array) != spec.shape or array.dtype != dtype:
+        what = f"init returned {array.dtype} of shape {np.shape(array)}, the ArraySpec has "
+        what += f"{dtype} of shape {spec.shape}"
+        if np.shape(array) == spec.shape and array.dtype == jax.dtypes.canonicalize_dtype(dtype):
+            what += ", which JAX narrows while jax_enable_x64 is off"
+            fix = f"write {array.dtype}, or "
+            fix += 'jax.config.update("jax_enable_x64", True) before creating arrays'
+            raise StrategyError(what, path=path_text(path), fix=fix)
+        fix = "return an array of the shape and dtype that init receives"
+        raise RankMismatchError(what, path=path_text(path), fix=fix)
     return array
 
 

@@ -304,7 +304,9 @@ class _StateIndex:
     @classmethod
     def of(cls, state: Any, params: Any, annotations: Any) -> list[_StateIndex]:
         """Return the tables of the parameters, and of the fast ones of `optax.lookahead`."""
-        by_path = _by_path(params, annotations)
+        named = annotated_leaves(params, annotations)
+        pairs, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_array_spec)
+        by_path = {tuple(path): leaf for (path, _), leaf in zip(pairs, named, strict=True)}
         leaves, _ = jax.tree_util.tree_flatten_with_path(state)
         shapes = {tuple(path): tuple(np.shape(leaf)) for path, leaf in leaves}
         trees = [(params, by_path)]
@@ -428,7 +430,10 @@ def _copies_of(known: set[Path], params: Any, state: Any) -> Callable[[Path], bo
     # The parameters themselves may contain empty tuples, so these are places too.
     places = {path for path, _ in _entries(params)}
     inner = {place[:end] for place in known for end in range(len(place))}
-    entries = [(path, _is_mask(node)) for path, node in _entries(state)]
+    entries = [
+        (path, type(node).__name__ == "MaskedNode" and _is_optax(type(node)))
+        for path, node in _entries(state)
+    ]
 
     @functools.cache
     def copies(prefix: Path) -> bool:
@@ -450,16 +455,6 @@ def _entries(tree: Any) -> list[tuple[Path, Any]]:
         is_leaf=lambda node: is_array_spec(node) or (isinstance(node, tuple) and not node),
     )
     return [(tuple(path), node) for path, node in entries]
-
-
-def _is_mask(node: Any) -> bool:
-    return type(node).__name__ == "MaskedNode" and _is_optax(type(node))
-
-
-def _by_path(params: Any, annotations: Any) -> dict[Path, Leaf]:
-    leaves = annotated_leaves(params, annotations)
-    pairs, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_array_spec)
-    return {tuple(path): leaf for (path, _), leaf in zip(pairs, leaves, strict=True)}
 
 
 def _fix_by_override(path: str) -> str:

@@ -45,15 +45,6 @@ class PathMatch:
     shadowed: tuple[str, ...]
 
 
-def _check_pair(at: int, rule: Any) -> tuple[Any, Any]:
-    if not isinstance(rule, tuple | list) or len(rule) != 2:
-        raise StrategyError(
-            f"rule {at}: {rule!r} is not a pair",
-            fix='write [("pattern", annotation), …], or pass the items() of a dict',
-        )
-    return rule[0], rule[1]
-
-
 def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = True) -> PathMatch:
     """Annotate each array by the first rule whose pattern matches its path.
 
@@ -75,10 +66,13 @@ def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = T
     >>> match_paths(tree, [("embed", (VOCAB, EMBED))]).annotations
     {'embed': ('__VOCAB__', '__EMBED__')}
     """
-    if not isinstance(rules, Iterable):
-        what = f"the rules are {type(rules).__name__}, not pairs of pattern and annotation"
-        raise StrategyError(what, fix='write [("pattern", annotation), …]')
-    compiled = [compile_rule(at, *_check_pair(at, rule)) for at, rule in enumerate(rules)]
+    given: list[Any] = list(rules) if isinstance(rules, Iterable) else [rules]
+    for place, rule in enumerate(given):
+        if not isinstance(rule, tuple | list) or len(rule) != 2:
+            fix = 'write [("pattern", annotation), …], or pass the items() of a dict'
+            raise StrategyError(f"rule {place}: {rule!r} is not a pair", fix=fix)
+    compiled = [compile_rule(place, *rule) for place, rule in enumerate(given)]
+    names = [pattern.pattern for pattern, _ in compiled]
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array_spec)
     matches, wins = [0] * len(compiled), [0] * len(compiled)
     annotations: list[Any] = []
@@ -97,10 +91,14 @@ def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = T
             unmatched.append(text)
             annotations.append(Replicated)
     if strict:
+        what, order = "no path rule matches", "patterns in order: " + ", ".join(names)
+        fix = 'add a rule for it, or (".*", Replicated) at the end to replicate all other arrays'
         raise_problems(
-            [_unmatched(text, [pattern.pattern for pattern, _ in compiled]) for text in unmatched]
+            [
+                Problem(error=StrategyError, what=what, path=text, rule=order, fix=fix)
+                for text in unmatched
+            ]
         )
-    names = [pattern.pattern for pattern, _ in compiled]
     return PathMatch(
         annotations=jax.tree.unflatten(structure, annotations),
         unmatched=tuple(unmatched),
@@ -118,13 +116,3 @@ def compile_rule(at: int, pattern: str, annotation: Any) -> tuple[re.Pattern[str
       StrategyError: The pattern or the annotation is invalid.
     """
     return compile_pattern(pattern, where=f"rule {at}: "), as_annotation(annotation)
-
-
-def _unmatched(path: str, patterns: list[str]) -> Problem:
-    return Problem(
-        error=StrategyError,
-        what="no path rule matches",
-        path=path,
-        rule="patterns in order: " + ", ".join(patterns),
-        fix='add a rule for it, or (".*", Replicated) at the end to replicate all other arrays',
-    )

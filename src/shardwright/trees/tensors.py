@@ -46,11 +46,9 @@ class Tensor:
         if self.shape is None or not self.dtype:
             return None
         if not is_dtype(self.dtype):
-            raise StrategyError(
-                f"the size of dtype {self.dtype!r} is unknown",
-                path=self.path,
-                fix='pass a dtype such as "float32", or none',
-            )
+            what = f"the size of dtype {self.dtype!r} is unknown"
+            fix = 'pass a dtype such as "float32", or none'
+            raise StrategyError(what, path=self.path, fix=fix)
         return whole_bytes(math.prod(self.shape) // shards, jnp.dtype(self.dtype))
 
 
@@ -96,22 +94,15 @@ def _tensor(path: str, leaf: Any) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf
     if not is_annotation(leaf):
-        fix = (
-            "give ArraySpecs, annotations (tuples of axes, layouts), "
-            "or Tensor(path=..., axes=..., shape=...)"
-        )
-        raise StrategyError(
-            f"{type(leaf).__name__} is neither an ArraySpec nor an annotation", path=path, fix=fix
-        )
+        what = f"{type(leaf).__name__} is neither an ArraySpec nor an annotation"
+        fix = "give ArraySpecs, annotations (tuples of axes, layouts), "
+        fix += "or Tensor(path=..., axes=..., shape=...)"
+        raise StrategyError(what, path=path, fix=fix)
     if is_tuple_of_annotations(leaf) and len(leaf) > 1:
-        each = ", ".join(map(spelled, leaf))
-        fix = (
-            f"one annotation each: [{each}]\n"
-            f"one of composites: Tensor(path={path or 'x'!r}, axes={spelled(leaf)})"
-        )
-        raise StrategyError(
-            f"a tuple of {len(leaf)} annotations can be read in two ways", path=path, fix=fix
-        )
+        what = f"a tuple of {len(leaf)} annotations can be read in two ways"
+        fix = f"one annotation each: [{', '.join(map(spelled, leaf))}]\n"
+        fix += f"one of composites: Tensor(path={path or 'x'!r}, axes={spelled(leaf)})"
+        raise StrategyError(what, path=path, fix=fix)
     if not isinstance(leaf, ArraySpec):
         return Tensor(path=path, axes=leaf)
     # NumPy has no dtype for PRNG keys, so the bytes of such a tensor stay unknown.

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from shardwright.errors import AxisConflictError, RankMismatchError, StrategyError
 from shardwright.vocabulary.axes import EMPTY, LAYERS, Role, axis_label
-from shardwright.vocabulary.integers import as_integer, read_integer
+from shardwright.vocabulary.integers import as_integer, quoted, read_integer
 from shardwright.vocabulary.layouts import StackedLayout, is_layout
 
 # `mode_of_layout` and `merged` stay importable from here for one release.
@@ -35,7 +35,6 @@ from shardwright.vocabulary.lowering import (
     describe,
     lower,
     mode_of_layout,  # noqa: F401
-    short,
     spec_entries,
 )
 from shardwright.vocabulary.merged_dims import (
@@ -73,9 +72,8 @@ class ArraySpec(SizedAnnotation):
             # JAX decides what is a dtype. `jnp.dtype` would refuse those of PRNG keys.
             jax.ShapeDtypeStruct(self.shape, self.dtype)
         except TypeError as error:
-            raise StrategyError(
-                f"{short(self.dtype)} is not a dtype", fix="write one such as jnp.float32"
-            ) from error
+            fix = "write one such as jnp.float32"
+            raise StrategyError(f"{quoted(self.dtype)} is not a dtype", fix=fix) from error
         object.__setattr__(self, "axes", as_annotation(self.axes))
         lower(self.axes, self.shape)
 
@@ -87,10 +85,8 @@ class ArraySpec(SizedAnnotation):
     def lowered(self, shape: Sequence[int] | None) -> Lowered:
         """Check that `shape` is the spec's own, and return the dims of the axes."""
         if shape is not None and tuple(shape) != self.shape:
-            raise RankMismatchError(
-                f"the array has shape {tuple(shape)}, its ArraySpec has {self.shape}",
-                fix="give both the same shape",
-            )
+            what = f"the array has shape {tuple(shape)}, its ArraySpec has {self.shape}"
+            raise RankMismatchError(what, fix="give both the same shape")
         return lower(self.axes, self.shape)
 
     def described(self) -> str:
@@ -132,15 +128,10 @@ class PartOf(SizedAnnotation):
         followed = [dim for value in entries if (dim := as_integer(value)) is not None]
         in_range = all(0 <= dim < len(self.shape) for dim in followed)
         if not is_sequence or not in_range or len(set(followed)) != len(entries):
-            raise RankMismatchError(
-                f"dims={short(self.dims)} is not valid for {describe(self.annotation)} of rank "
-                f"{len(self.shape)}",
-                path=self.path,
-                fix=(
-                    "name each dim of the whole array at most once, and write None for a dim that "
-                    "is not sharded"
-                ),
-            )
+            what = f"dims={quoted(self.dims)} is not valid for {describe(self.annotation)} of rank "
+            fix = "name each dim of the whole array at most once, and write None for a dim that "
+            fix += "is not sharded"
+            raise RankMismatchError(f"{what}{len(self.shape)}", path=self.path, fix=fix)
         dims = tuple(None if dim is None else as_integer(dim) for dim in self.dims)
         object.__setattr__(self, "dims", dims)
 
@@ -149,24 +140,17 @@ class PartOf(SizedAnnotation):
         whole = lower(self.annotation, self.shape)
         dims = tuple(Dim(axes=()) if of is None else whole.dims[of] for of in self.dims)
         if shape is not None and len(shape) != len(self.dims):
-            raise RankMismatchError(
-                f"{self.described()} has rank {len(self.dims)}, and the array has rank "
-                f"{len(shape)}: shape {tuple(shape)}",
-                fix="write one entry per dim, None for a dim that is not sharded",
-            )
-        for position, (of, size) in enumerate(zip(self.dims, shape or (), strict=False)):
+            what = f"{self.described()} has rank {len(self.dims)}, and the array has rank "
+            what += f"{len(shape)}: shape {tuple(shape)}"
+            fix = "write one entry per dim, None for a dim that is not sharded"
+            raise RankMismatchError(what, fix=fix)
+        for at, (of, size) in enumerate(zip(self.dims, shape or (), strict=False)):
             if of is not None and size > self.shape[of]:
-                raise RankMismatchError(
-                    f"the part has size {size}, but dim {of} of {describe(self.annotation)}, "
-                    f"which it follows, has size {self.shape[of]}",
-                    path=self.path,
-                    dim=position,
-                    size=size,
-                    fix=(
-                        "pass the whole array's shape, or None for a dim that is not sharded: a "
-                        "part is never larger than the whole"
-                    ),
-                )
+                what = f"the part has size {size}, but dim {of} of {describe(self.annotation)}, "
+                what += f"which it follows, has size {self.shape[of]}"
+                fix = "pass the whole array's shape, or None for a dim that is not sharded: a "
+                fix += "part is never larger than the whole"
+                raise RankMismatchError(what, path=self.path, dim=at, size=size, fix=fix)
         return Lowered(dims=dims, mode=whole.mode, role=Role.PARAM)
 
     def described(self) -> str:
@@ -230,13 +214,11 @@ def as_annotation(value: Any) -> Any:
         return _frozen(value)
     if is_annotation(value):
         return value
-    fix = (
-        "write a tuple of axes such as (BATCH, LENGTH, EMBED), a layout such as ColumnWise, or an "
-        "ArraySpec"
-    )
+    fix = "write a tuple of axes such as (BATCH, LENGTH, EMBED), a layout such as ColumnWise, or "
+    fix += "an ArraySpec"
     if isinstance(value, dict):
         fix = "for a tree call shardings, or annotate each leaf by itself"
-    raise StrategyError(f"{short(value)} is not an annotation", fix=fix)
+    raise StrategyError(f"{quoted(value)} is not an annotation", fix=fix)
 
 
 def _frozen(entries: list[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
@@ -244,15 +226,12 @@ def _frozen(entries: list[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
     frozen = tuple(map(_frozen_entry, entries))
     for position, entry in enumerate(frozen):
         if not _is_dim(entry):
-            what = "is not an axis, a tuple of axes or merged(...)"
+            what = f"{quoted(entries)} is not an annotation: its entry {quoted(entry)} "
             fix = "use axis strings such as BATCH, or EMPTY"
             if entry is None:
                 fix = "write EMPTY for a dim that is not sharded"
-            raise StrategyError(
-                f"{short(entries)} is not an annotation: its entry {short(entry)} {what}",
-                dim=position,
-                fix=fix,
-            )
+            what += "is not an axis, a tuple of axes or merged(...)"
+            raise StrategyError(what, dim=position, fix=fix)
     return frozen
 
 
@@ -319,11 +298,9 @@ def stacked(annotation: Any, layers: int | None = None, *, axis: str = LAYERS) -
     """
     single = as_annotation(annotation)
     if isinstance(single, SizedAnnotation) != (layers is not None):
-        raise StrategyError(
-            "layers= is required for an ArraySpec or a PartOf, and not allowed for other "
-            "annotations",
-            fix="write stacked(spec, layers=32), or stacked(axes)",
-        )
+        what = "layers= is required for an ArraySpec or a PartOf, and not allowed for other "
+        fix = "write stacked(spec, layers=32), or stacked(axes)"
+        raise StrategyError(f"{what}annotations", fix=fix)
     if isinstance(single, ArraySpec):
         init = None if single.init is None else _StackedInit(single.init)
         axes = single.axes
@@ -347,16 +324,13 @@ def stacked(annotation: Any, layers: int | None = None, *, axis: str = LAYERS) -
         type(single) is tuple and single[:1] == (LAYERS,)
     )
     if is_stack and axis == LAYERS:
-        raise AxisConflictError(
-            f"{describe(single)} already starts with LAYERS",
-            axis=axis_label(LAYERS),
-            fix="for a stack of stacks, pass axis=EMPTY, or an axis of your own",
-        )
+        what = f"{describe(single)} already starts with LAYERS"
+        fix = "for a stack of stacks, pass axis=EMPTY, or an axis of your own"
+        raise AxisConflictError(what, axis=axis_label(LAYERS), fix=fix)
     if type(single) is not tuple and axis != LAYERS:
-        raise StrategyError(
-            f"{describe(single)} cannot be stacked along {axis_label(axis)}",
-            fix="write all axes as a tuple that starts with it, or stack an ArraySpec along EMPTY",
-        )
+        what = f"{describe(single)} cannot be stacked along {axis_label(axis)}"
+        fix = "write all axes as a tuple that starts with it, or stack an ArraySpec along EMPTY"
+        raise StrategyError(what, fix=fix)
     return StackedLayout(single) if is_layout(single) else (axis, *single)
 
 

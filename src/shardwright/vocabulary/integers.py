@@ -66,7 +66,11 @@ def integer_faults(
     integer = as_integer(value)
     if integer is not None and least <= integer and (most is None or integer <= most):
         return []
-    what = f"{name} must be {_range(least, most)}, got {quoted(value)}"
+    kinds = {1: "a positive integer", 0: "a non-negative integer"}
+    kind = kinds.get(least, f"an integer of at least {least}")
+    if most is not None:
+        kind = f"an integer from {least} to {most}"
+    what = f"{name} must be {kind}, got {quoted(value)}"
     return [(what, fix or f"pass {name}={_nearest(value, least, most)}")]
 
 
@@ -81,14 +85,6 @@ def with_article(cls: type) -> str:
     if cls is type(None):
         return "None"
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
-
-
-def _range(least: int, most: int | None) -> str:
-    if most is not None:
-        return f"an integer from {least} to {most}"
-    if least == 1:
-        return "a positive integer"
-    return "a non-negative integer" if least == 0 else f"an integer of at least {least}"
 
 
 def _nearest(value: Any, least: int, most: int | None) -> int:

@@ -130,15 +130,13 @@ class DynamicShardingAxes(_Fields):
         """Create an instance. If its class defines axes, other axes are refused."""
         dims = cls.default_axes if isinstance(axes, EMPTY_VAL) else _freeze_dims(axes)
         if cls.named and dims != cls.default_axes:
+            what = f"{cls.__name__} has the axes {_spell(cls.default_axes)}, not {_spell(dims)}"
             raise StrategyError(
-                f"{cls.__name__} has the axes {_spell(cls.default_axes)}, not {_spell(dims)}",
-                fix="for axes of your own write DynamicShardingAxes(axes, mode)",
+                what, fix="for axes of your own write DynamicShardingAxes(axes, mode)"
             )
         if not cls.named and isinstance(axes, EMPTY_VAL):
-            raise StrategyError(
-                "DynamicShardingAxes needs axes",
-                fix="DynamicShardingAxes([BATCH, EMBED], mode='train')",
-            )
+            fix = "DynamicShardingAxes([BATCH, EMBED], mode='train')"
+            raise StrategyError("DynamicShardingAxes needs axes", fix=fix)
         return super().__new__(
             cls, dims, cls.default_mode if isinstance(mode, EMPTY_VAL) else _freeze_mode(mode)
         )
@@ -150,14 +148,11 @@ class DynamicShardingAxes(_Fields):
         `_replace` calls this method too.
 
         Raises:
-          StrategyError: There are not two values, or the constructor refuses them.
+          StrategyError: The constructor refuses them.
         """
         # The `_make` of a named tuple calls `tuple.__new__`, which would skip the checks.
-        values = tuple(iterable)
-        if len(values) != 2:
-            fix = "write DynamicShardingAxes(axes, mode), or layout._replace(mode=...)"
-            raise StrategyError(f"_make takes axes and a mode, got {len(values)} values", fix=fix)
-        return cls(*values)
+        axes, mode = iterable
+        return cls(axes, mode)
 
     # A named tuple equals every tuple with the same entries. So two layouts of different classes
     # with equal axes would be equal, and share an entry in caches.
@@ -179,25 +174,18 @@ def _spell(dims: tuple[LayoutDim, ...]) -> str:
 
 
 def _freeze_dims(axes: Any) -> tuple[LayoutDim, ...]:
+    fix = "write one entry per dim: an axis, EMPTY, None or a list of axes"
     if not isinstance(axes, (list, tuple)):  # a set, for instance, has no order
-        raise StrategyError(
-            f"the axes of a layout are {axes!r}, not a list",
-            fix="write one entry per dim: an axis, EMPTY, None or a list of axes",
-        )
+        raise StrategyError(f"the axes of a layout are {axes!r}, not a list", fix=fix)
     entries = [EMPTY if dim is None else dim for dim in axes]
     dims = tuple(tuple(dim) if isinstance(dim, (list, tuple)) else dim for dim in entries)
     for dim in dims:
         if not all(isinstance(axis, str) for axis in (dim if isinstance(dim, tuple) else (dim,))):
-            raise StrategyError(
-                f"{dim!r} is not a dim of a layout",
-                fix="write an axis, EMPTY, None or a list of axes",
-            )
+            raise StrategyError(f"{dim!r} is not a dim of a layout", fix=fix)
         if isinstance(dim, tuple) and EMPTY in dim:
-            raise StrategyError(
-                f"{_spell((dim,))}: a composite may not contain EMPTY: it is one dim over "
-                f"several axes",
-                fix="write EMPTY for a whole dim, or remove it from the composite",
-            )
+            what = "a composite may not contain EMPTY: it is one dim over several axes"
+            fix = "write EMPTY for a whole dim, or remove it from the composite"
+            raise StrategyError(f"{_spell((dim,))}: {what}", fix=fix)
     return dims
 
 

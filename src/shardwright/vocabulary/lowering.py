@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +38,7 @@ from shardwright.vocabulary.axes import (
     axis_label,
     canonical_axis,
 )
+from shardwright.vocabulary.integers import quoted
 from shardwright.vocabulary.layouts import DynamicShardingAxes, StackedLayout, is_layout
 from shardwright.vocabulary.merged_dims import MergedDim
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_TRAIN
@@ -126,12 +126,18 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
         dims = [_DIMS.get(entry) or _lower_dim(entry, "") for entry in annotation]
         lowered = Lowered(dims=tuple(dims))
         # Different single axes form no composite and repeat nothing, so only the rank can be wrong.
-        if _are_different_axes(annotation) and (shape is None or len(shape) == len(dims)):
+        different = len(KNOWN_AXES.intersection(annotation)) == len(annotation)
+        if different and (shape is None or len(shape) == len(dims)):
             return lowered
     # First, because several annotations that were passed as one have a wrong rank too, and the
     # message about the rank would not name the mistake.
     _check_composites(lowered.dims)
-    _check_rank(annotation, lowered.dims, shape)
+    if shape is not None:
+        if len(lowered.dims) != len(shape):
+            what = f"{describe(annotation)} has rank {len(lowered.dims)}, and the array has rank "
+            what += f"{len(shape)}: shape {tuple(shape)}"
+            raise RankMismatchError(what, fix=_rank_fix(annotation, lowered.dims, len(shape)))
+        check_merged(lowered.dims, shape)
     _check_repeats(lowered.dims)
     return lowered
 
@@ -177,11 +183,9 @@ def _lower_layout(annotation: Any, rank: int | None) -> Lowered:
 def _lower_spec(spec: PartitionSpec, shape: Sequence[int] | None) -> tuple[Dim, ...]:
     entries = spec_entries(spec)
     if shape is not None and len(entries) > len(shape):
-        raise RankMismatchError(
-            f"the spec {spec} has {len(entries)} entries, and the array has rank {len(shape)}: "
-            f"shape {tuple(shape)}",
-            fix="write at most one entry per dim",
-        )
+        what = f"the spec {spec} has {len(entries)} entries, and the array has rank {len(shape)}: "
+        what += f"shape {tuple(shape)}"
+        raise RankMismatchError(what, fix="write at most one entry per dim")
     # As in JAX, a spec may be shorter than the array. The other dims are replicated.
     entries += [None] * (len(shape or ()) - len(entries))
     return tuple(Dim(axes=(), literal=_literal(entry)) for entry in entries)
@@ -196,13 +200,9 @@ def spec_entries(spec: PartitionSpec) -> list[Any]:
     if spec.unreduced or spec.reduced:
         kind = "unreduced" if spec.unreduced else "reduced"
         names = ", ".join(sorted(spec.unreduced or spec.reduced))
-        raise StrategyError(
-            f"the literal spec is {kind} along {names}, which an annotation cannot express",
-            fix=(
-                "annotate the array with the entries alone; to keep it unreduced, call "
-                "jax.reshard with the spec itself"
-            ),
-        )
+        what = f"the literal spec is {kind} along {names}, which an annotation cannot express"
+        fix = "annotate the array with the entries alone; to keep it unreduced, call "
+        raise StrategyError(what, fix=f"{fix}jax.reshard with the spec itself")
     return list(spec.partitions)
 
 
@@ -250,7 +250,11 @@ def as_shape(shape: Any) -> tuple[int, ...]:
         # `operator.index` refuses floats, which `int` would cut, and symbolic sizes.
         sizes = static = tuple(map(operator.index, shape))
     except TypeError as error:
-        sizes = _symbolic_shape(shape, error)
+        try:
+            is_symbolic = _jax.is_symbolic
+            sizes = tuple(each if is_symbolic(each) else operator.index(each) for each in shape)
+        except TypeError:
+            raise RankMismatchError(f"{quoted(shape)} is not a shape", fix=_SHAPE_FIX) from error
         # It may be unknown whether a symbolic size is negative. The comparison would raise an
         # error.
         static = tuple(size for size in sizes if type(size) is int)
@@ -259,31 +263,7 @@ def as_shape(shape: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _symbolic_shape(shape: Any, error: TypeError) -> tuple[Any, ...]:
-    try:
-        return tuple(size if _jax.is_symbolic(size) else operator.index(size) for size in shape)
-    except TypeError:
-        raise RankMismatchError(f"{short(shape)} is not a shape", fix=_SHAPE_FIX) from error
-
-
 _SHAPE_FIX = "pass x.shape, or a tuple of sizes such as (8, 128)"
-
-
-def short(value: object) -> str:
-    """Return the `repr` of a value for a message, cut to 80 characters."""
-    return textwrap.shorten(repr(value), 80)
-
-
-def _check_rank(annotation: Any, dims: tuple[Dim, ...], shape: Sequence[int] | None) -> None:
-    if shape is None:
-        return
-    if len(dims) != len(shape):
-        raise RankMismatchError(
-            f"{describe(annotation)} has rank {len(dims)}, and the array has rank {len(shape)}: "
-            f"shape {tuple(shape)}",
-            fix=_rank_fix(annotation, dims, len(shape)),
-        )
-    check_merged(dims, shape)
 
 
 def _rank_fix(annotation: Any, dims: tuple[Dim, ...], rank: int) -> str:
@@ -297,22 +277,7 @@ def _rank_fix(annotation: Any, dims: tuple[Dim, ...], rank: int) -> str:
         # A tuple of one axis is (BATCH,) in Python.
         axes = name.removesuffix(")") + ",)" if len(dims) == 1 and name.startswith("(") else name
         return f"add the missing dim's axis, or EMPTY; for a stack of layers use stacked({axes})"
-    fix = "write one axis per dim, EMPTY where a dim is not sharded"
-    if rank == 1 and isinstance(annotation, tuple | list) and _can_be_one_dim(dims):
-        fix += f"; for dims that were flattened into one, write ({name},)"
-    return fix
-
-
-def _can_be_one_dim(dims: tuple[Dim, ...]) -> bool:
-    """Tell whether several dims, of one axis each, can be the members of one composite."""
-    axes = [dim.axes[0] for dim in dims if len(dim.axes) == 1 and not dim.merged]
-    if len(axes) < max(len(dims), 2) or len(set(axes)) < len(axes):
-        return False
-    try:
-        _check_composites((Dim(axes=tuple(axes)),))
-    except StrategyError:
-        return False
-    return True
+    return "write one axis per dim, EMPTY where a dim is not sharded"
 
 
 def check_merged(dims: tuple[Dim, ...], shape: Sequence[int]) -> None:
@@ -324,13 +289,9 @@ def check_merged(dims: tuple[Dim, ...], shape: Sequence[int]) -> None:
     for position, (dim, size) in enumerate(zip(dims, shape, strict=True)):
         if dim.merged and dim.size != size:
             product = " * ".join(f"{axis_label(axis)} {count}" for axis, count in dim.merged)
-            raise RankMismatchError(
-                f"size {size} is not {product} = {dim.size}",
-                dim=position,
-                axis=dim.label,
-                size=size,
-                fix="give merged(...) the sizes that were flattened into this dim",
-            )
+            what = f"size {size} is not {product} = {dim.size}"
+            fix = "give merged(...) the sizes that were flattened into this dim"
+            raise RankMismatchError(what, dim=position, axis=dim.label, size=size, fix=fix)
 
 
 def _check_composites(dims: tuple[Dim, ...]) -> None:
@@ -338,41 +299,19 @@ def _check_composites(dims: tuple[Dim, ...]) -> None:
     for position, dim in enumerate(dims):
         if len(dim.axes) <= 1 and dim.axes != (EMPTY,):
             continue
+        heads = [axis_label(axis) for axis in dim.axes if axis in _HEAD_DIM_OF]
+        head_dims = [axis_label(axis) for axis in dim.axes if axis in _HEAD_DIMS]
         if EMPTY in dim.axes:
-            raise StrategyError(
-                "a composite may not contain EMPTY: it is one dim over several axes",
-                dim=position,
-                axis=dim.label,
-                fix=(
-                    "write EMPTY for a whole dim, or remove it from the composite; for one "
-                    "annotation per array of a tuple, pass the arrays as a tuple"
-                ),
-            )
-        heads = [axis for axis in dim.axes if axis in _HEAD_DIM_OF]
-        if heads and not _HEAD_DIMS.isdisjoint(dim.axes):
-            head = axis_label(heads[0])
-            head_dim = next(axis_label(axis) for axis in dim.axes if axis in _HEAD_DIMS)
-            raise StrategyError(
-                f"a composite of {head} and {head_dim} could be split within a head",
-                dim=position,
-                axis=dim.label,
-                fix=(
-                    f"annotate the flat dim as merged(({head}, heads), ({head_dim}, head_dim)), "
-                    f"which requires that the number of heads divides"
-                ),
-            )
-
-
-def _are_different_axes(annotation: tuple[Any, ...]) -> bool:
-    """Tell whether all entries are different single axes of the vocabulary.
-
-    Most annotations are like this, and for them only the rank can be wrong.
-    """
-    return len(KNOWN_AXES.intersection(annotation)) == len(annotation)
-
-
-_REPEATED = "give each dim its own axis, or EMPTY"
-_SCORES = ": attention scores, for instance, are (BATCH, HEAD, QUERY_LENGTH, BIAS_KV_SEQ)"
+            what = "a composite may not contain EMPTY: it is one dim over several axes"
+            fix = "write EMPTY for a whole dim, or remove it from the composite; for one "
+            fix += "annotation per array of a tuple, pass the arrays as a tuple"
+        elif heads and head_dims:
+            what = f"a composite of {heads[0]} and {head_dims[0]} could be split within a head"
+            fix = f"annotate the flat dim as merged(({heads[0]}, heads), ({head_dims[0]}, head_dim"
+            fix += ")), which requires that the number of heads divides"
+        else:
+            continue
+        raise StrategyError(what, dim=position, axis=dim.label, fix=fix)
 
 
 def _check_repeats(dims: tuple[Dim, ...]) -> None:
@@ -383,13 +322,13 @@ def _check_repeats(dims: tuple[Dim, ...]) -> None:
             if axis in seen:
                 # Both dims would have one rule, so the second would claim mesh axes that the first
                 # one holds.
-                raise AxisConflictError(
-                    f"the axis occurs twice in one annotation, at dim {seen[axis]} and dim "
-                    f"{position}",
-                    dim=position,
-                    axis=axis_label(axis),
-                    fix=_REPEATED + (_SCORES if axis in (LENGTH, QUERY_LENGTH, KV_LENGTH) else ""),
-                )
+                what = "the axis occurs twice in one annotation, at dim "
+                what += f"{seen[axis]} and dim {position}"
+                fix = "give each dim its own axis, or EMPTY"
+                if axis in (LENGTH, QUERY_LENGTH, KV_LENGTH):
+                    fix += ": attention scores, for instance, are "
+                    fix += "(BATCH, HEAD, QUERY_LENGTH, BIAS_KV_SEQ)"
+                raise AxisConflictError(what, dim=position, axis=axis_label(axis), fix=fix)
             seen[axis] = position
 
 
@@ -402,24 +341,14 @@ def mode_of_layout(mode: str | int, shape: Sequence[int] | None) -> str:
     """
     if isinstance(mode, str):
         return mode
+    what = f"the size of dim {mode} decides the layout's mode, and "
     if shape is None:
-        raise ShapeRequiredError(
-            f"the size of dim {mode} decides the layout's mode, and no shape is given",
-            fix="pass mode= or shape=",
-        )
+        raise ShapeRequiredError(f"{what}no shape is given", fix="pass mode= or shape=")
     if not -len(shape) <= mode < len(shape):
-        raise RankMismatchError(
-            f"the size of dim {mode} decides the layout's mode, and the array has shape "
-            f"{tuple(shape)}",
-            fix="pass mode=",
-        )
+        raise RankMismatchError(f"{what}the array has shape {tuple(shape)}", fix="pass mode=")
     size = shape[mode]
     try:
         # `size == 1` is False for a symbolic size of unknown value. The comparisons raise an error.
         return MODE_TRAIN if size >= 2 or size < 1 else MODE_DECODE
     except _jax.Inconclusive as error:
-        what = (
-            f"the size of dim {mode} decides the layout's mode, and it is unknown whether {size} "
-            f"is 1"
-        )
-        raise ShapeRequiredError(what, fix="pass mode=") from error
+        raise ShapeRequiredError(f"{what}{size} may be 1 or not", fix="pass mode=") from error

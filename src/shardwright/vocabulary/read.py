@@ -9,6 +9,7 @@ A fix may contain `{name}`, the name of the field.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import math
 import numbers
@@ -66,6 +67,17 @@ def one_of(names: Collection[str]) -> FieldKind:
             return value, []
         fix = f"{did_you_mean(str(value), names)} write one of {', '.join(names)}"
         return value, [(f"{name}={quoted(value)} is unknown", fix.strip())]
+
+    return FieldKind(read)
+
+
+def choice(words: type[enum.StrEnum]) -> FieldKind:
+    """Return the kind of the members of an enum, which may be written as text."""
+    known = one_of([*map(str, words)])
+
+    def read(name: str, value: Any) -> tuple[Any, Faults]:
+        faults = known.read(name, value)[1]
+        return (value if faults else words(value)), faults
 
     return FieldKind(read)
 

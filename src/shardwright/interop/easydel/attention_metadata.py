@@ -20,8 +20,8 @@ from shardwright.attention.inputs import read_options
 from shardwright.attention.sharding import resolve_joint
 from shardwright.errors import AttentionError
 from shardwright.manager import context
+from shardwright.manager.context import platform_of
 from shardwright.manager.manager import PartitionManager
-from shardwright.manager.platform import platform_of
 from shardwright.mesh.build import create_mesh
 from shardwright.resolution import resolver
 from shardwright.resolution.partition_axis import PartitionAxis

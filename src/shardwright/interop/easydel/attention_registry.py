@@ -25,7 +25,7 @@ from shardwright.attention.run import run
 from shardwright.errors import AttentionError
 from shardwright.interop.easydel import attention_metadata
 from shardwright.interop.easydel.attention_metadata import AttentionMetadata, AttentionOutput
-from shardwright.manager.platform import platform_of
+from shardwright.manager.context import platform_of
 
 ImplClass = TypeVar("ImplClass", bound="type[AttentionImpl]")
 

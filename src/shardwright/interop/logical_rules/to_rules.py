@@ -11,7 +11,7 @@ from shardwright.errors import IndivisibleError, ShapeRequiredError, StrategyErr
 from shardwright.interop.logical_rules.names import MeshAxes, Names, read_names
 from shardwright.resolution.composites import reduced
 from shardwright.resolution.partition_specs import UNCONSTRAINED, entry_names
-from shardwright.resolution.ranks import ranks_of
+from shardwright.resolution.rule_order import ranks_of
 from shardwright.resolution.rules import (
     Conflict,
     Fallback,

@@ -14,7 +14,7 @@ from shardwright.errors import LayerError
 from shardwright.layers.fp8.quantize import Scaled, explicit_entries
 from shardwright.layers.fp8.recipe import BLOCK
 from shardwright.layers.placement import is_inside_shard_map
-from shardwright.manager.platform import platform_of
+from shardwright.manager.context import platform_of
 from shardwright.resolution.partition_specs import entry_names
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import Role, axis_label

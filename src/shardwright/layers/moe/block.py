@@ -34,8 +34,8 @@ from shardwright.layers.moe.experts import ExpertMatmul, choose_matmul, run_expe
 from shardwright.layers.moe.routing import Routes, route
 from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import context
+from shardwright.manager.context import platform_of
 from shardwright.manager.manager import PartitionManager
-from shardwright.manager.platform import platform_of
 from shardwright.vocabulary.axes import (
     BATCH,
     CAPACITY,
