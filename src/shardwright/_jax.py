@@ -439,6 +439,21 @@ def scan_parts(parameters: dict[str, Any]) -> tuple[int, int, Any]:
     return len(list(constants.vals)), len(list(carries.vals)), body
 
 
+def without_refs(closed: Any) -> Any:
+    """Return a traced program whose Refs are values that its equations return.
+
+    JAX lowers the Refs that a program creates in this way. A read is then a slice or a look-up, a
+    write an update, and a loop carries what it writes.
+    """
+    from jax._src import core
+    from jax._src.state.discharge import discharge_state
+
+    # A jaxpr has the effects of those inside it.
+    if not any(isinstance(effect, core.InternalMutableArrayEffect) for effect in closed.effects):
+        return closed
+    return discharge_state(closed)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CoordinationStore:
     """The keys and values that the processes of `jax.distributed` share.

@@ -52,7 +52,7 @@ class Body:
 _CALLS: Final = frozenset(
     {
         *("jit", "pjit", "checkpoint", "remat", "remat2", "composite", "compute_on"),
-        *("call", "core_call", "closed_call"),
+        *("call", "core_call", "closed_call", "eval_jaxpr"),
         *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call"),
     }
 )

@@ -243,7 +243,7 @@ def trace(
         raise located(refused, _jax.raising_line(error)) from error
     # A loop may compute values that nothing uses. JAX keeps them and compilers remove them, so they
     # are removed before the walk.
-    whole = traced.jaxpr.jaxpr
+    whole = _jax.without_refs(traced.jaxpr).jaxpr
     # `instantiate` keeps unused inputs, because `inputs` has an entry for each argument.
     jaxpr, _ = dce_jaxpr(whole, [True] * len(whole.outvars), instantiate=True)
     goals = _outputs(traced, outputs, planning.mode)

@@ -452,7 +452,8 @@ def _add_local(
         source = _jax.source_line(equation) or ""
         births = [
             _labeled(_born(name, _bytes(aval), used), _dtype(aval), aval.shape, source)
-            for aval in (variable.aval for variable in equation.outvars)
+            # The result of an asynchronous collective is a future of its array.
+            for aval in (getattr(each.aval, "inner_aval", each.aval) for each in equation.outvars)
         ]
         held.update(zip(equation.outvars, births, strict=True))
         if name == "dot_general":

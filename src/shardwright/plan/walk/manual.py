@@ -31,18 +31,27 @@ _KINDS: Final = {
     "psum": Kind.ALL_REDUCE,
     "psum2": Kind.ALL_REDUCE,
     "psum_invariant": Kind.ALL_REDUCE,
+    "unreduced_psum": Kind.ALL_REDUCE,
     "pmax": Kind.ALL_REDUCE,
     "pmin": Kind.ALL_REDUCE,
     "all_gather": Kind.ALL_GATHER,
     "all_gather_invariant": Kind.ALL_GATHER,
+    "all_gather_reduced": Kind.ALL_GATHER,
     "reduce_scatter": Kind.REDUCE_SCATTER,
+    "unreduced_reduce_scatter": Kind.REDUCE_SCATTER,
     "all_to_all": Kind.ALL_TO_ALL,
     "ragged_all_to_all": Kind.RAGGED_ALL_TO_ALL,
     "ppermute": Kind.PERMUTE,
     "pbroadcast": Kind.BROADCAST,
 }
 # Primitives of a `shard_map` alone that send nothing.
-_LOCAL: Final = frozenset({"axis_size", "pvary", "pcast"})
+_LOCAL: Final = frozenset(
+    {
+        *("axis_size", "pvary", "pcast"),
+        *("all_gather_done", "psum_done", "reduce_scatter_done"),
+        *("all_to_all_done", "pbroadcast_done", "ppermute_done"),
+    }
+)
 # Operations of these are not counted in a `shard_map`.
 _UNCOUNTED: Final = frozenset({"conv_general_dilated"})
 _SUMS: Final = frozenset({"psum", "psum2", "psum_invariant"})
@@ -77,7 +86,8 @@ def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[st
     """Note the collectives of a jaxpr whose shapes are local."""
     ledger = step.ledger
     for equation in live_equations(jaxpr):
-        name, parameters = equation.primitive.name, equation.params
+        # Of an asynchronous collective, the equation that starts it says what is sent.
+        name, parameters = equation.primitive.name.removesuffix("_start"), equation.params
         kind = _KINDS.get(name)
         if name in _SUMS and _is_scattered(equation, jaxpr, step):
             kind = Kind.REDUCE_SCATTER

@@ -54,7 +54,10 @@ def cut(step: PlanStep) -> list[ShardedValue]:
     if all(value.free for value, side in sides if any(side)):
         return step.anywhere()
     doubt = "" if step.name in _SURE else _GATHER.format(step.name)
-    return follow(step, known, values, doubt=doubt)
+    results = follow(step, known, values, doubt=doubt)
+    # Each element of the result has a place among those of the operand, so XLA gives it the
+    # sharding of the operand again, also along the gathered dim.
+    return [values[0]] if step.name in CUMULATIVE else results
 
 
 def callback(step: PlanStep) -> list[ShardedValue]:
