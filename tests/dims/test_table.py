@@ -44,14 +44,6 @@ CASES: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "dynamic_slice": (lambda x: lax.dynamic_slice(x, (0, 1), (4, 2)), ((4, 3),)),
     "pad": (lambda x, y: lax.pad(x, y, ((0, 0, 0), (1, 0, 0))), ((4, 3), ())),
     "pad that shifts": (lambda x, y: lax.pad(x, y, ((1, -1, 0), (0, 0, 0))), ((4, 3), ())),
-    "window that shifts": (
-        lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 1), (1, 1), ((1, -1), (0, 0))),
-        ((4, 3),),
-    ),
-    "window of several": (
-        lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), "VALID"),
-        ((4, 3),),
-    ),
     "concatenate": (lambda x, y: lax.concatenate((x, y), 1), ((4, 3), (4, 2))),
     "split": (lambda x: lax.split(x, (1, 2), 1), ((4, 3),)),
     "top_k": (lambda x: lax.top_k(x, 2), ((4, 3),)),
@@ -96,8 +88,8 @@ CHANGED = {
     "no common factor": (1, 2),
     "some common factors": (0, 1),
     **dict.fromkeys(["slice", "dynamic_slice", "pad", "concatenate", "split", "top_k"], (1,)),
-    **dict.fromkeys(["window of several", "gather of parts", "cumsum"], (1,)),
-    **dict.fromkeys(["pad that shifts", "window that shifts", "sort", "rev"], (0,)),
+    **dict.fromkeys(["gather of parts", "cumsum"], (1,)),
+    **dict.fromkeys(["pad that shifts", "sort", "rev"], (0,)),
 }
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -17,9 +17,7 @@ from shardwright.dims.primitives import (
     KEEPS_SUM,
     REDUCTIONS,
     SCATTERS,
-    WINDOWS,
 )
-from shardwright.dims.reshapes import equal_products
 
 DimSizes: TypeAlias = tuple[int, ...]
 # The factors of each dim of an array, major first. A dim that nothing corresponds to has none.
@@ -118,6 +116,32 @@ def broadcast(old: DimSizes, new: DimSizes, places: tuple[int, ...]) -> Correspo
     operand = [(to,) if old[dim] == new[to] else () for dim, to in enumerate(places)]
     adds = math.prod(old) == math.prod(new)  # it only adds dims of size 1
     return _made(new, [operand], [[(dim,) for dim in range(len(new))]], adds=adds)
+
+
+def equal_products(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Cut two shapes into the smallest groups of neighboring dims with equal products.
+
+    >>> list(equal_products((5, 4, 6), (5, 3, 8)))
+    [([0], [0]), ([1, 2], [1, 2])]
+    """
+    at_old = at_new = 0
+    while at_old < len(old) or at_new < len(new):
+        before, after = [], []
+        product_old = product_new = 1
+        if at_old < len(old):
+            before, product_old, at_old = [at_old], old[at_old], at_old + 1
+        if at_new < len(new):
+            after, product_new, at_new = [at_new], new[at_new], at_new + 1
+        while product_old != product_new:
+            if product_old < product_new and at_old < len(old):
+                before.append(at_old)
+                product_old, at_old = product_old * old[at_old], at_old + 1
+            elif at_new < len(new):
+                after.append(at_new)
+                product_new, at_new = product_new * new[at_new], at_new + 1
+            else:
+                break
+        yield before, after
 
 
 @functools.lru_cache(maxsize=4096)
@@ -345,12 +369,6 @@ def _scattered(role: FactorRole) -> _CorrespondenceRule:
     return rule
 
 
-def _windowed(parameters: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the dims whose windows have several elements, or move them."""
-    pairs = zip(parameters["window_dimensions"], parameters["padding"], strict=True)
-    return tuple(dim for dim, (size, edges) in enumerate(pairs) if size > 1 or any(edges))
-
-
 _RULES: Final[Mapping[str, _CorrespondenceRule]] = {
     **dict.fromkeys(ELEMENTWISE, lambda old, new, _: elementwise(old, new)),
     "bitcast_convert_type": lambda old, new, _: elementwise(old, new),
@@ -369,7 +387,6 @@ _RULES: Final[Mapping[str, _CorrespondenceRule]] = {
     ),
     "concatenate": lambda old, new, p: cut(old, new, (p["dimension"],)),
     "top_k": lambda old, new, p: cut(old, new, (p.get("axis", -1) % len(old[0]),)),
-    **dict.fromkeys(WINDOWS, lambda old, new, p: cut(old, new, _windowed(p))),
     "tile": lambda old, new, p: cut(
         old, new, tuple(dim for dim, times in enumerate(p["reps"]) if times > 1)
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from shardwright.dims.reshapes import equal_products
+from shardwright.dims.table import equal_products
 from shardwright.inference.evidence import Evidence
 
 

@@ -1,34 +1,65 @@
-"""The rule of `conv_general_dilated`: a matmul over features, whose spatial dims are whole."""
+"""Convolutions, as matmuls over features, and poolings.
+
+If a spatial dim is sharded, each device needs rows of its neighbors: those that its windows reach.
+XLA sends them by permutes. Where windows reach beyond the neighbors, the dim is gathered here, and
+is a doubt.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Final
 
+from shardwright.dims.windows import windows_of
+from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.walk.matmuls import Labels, follow_matmul
 from shardwright.plan.walk.step import PlanStep
-from shardwright.plan.walk.values import ShardedValue
+from shardwright.plan.walk.values import ShardedValue, axes_of, merged_origins, shards
+from shardwright.trees.tensors import whole_bytes
+
+_GATHER: Final = "gather the dim with shard(...) before this {}"
 
 
 def convolution(step: PlanStep) -> list[ShardedValue]:
-    """Follow a convolution. A sharded spatial dim, or one of several groups, is gathered first.
-
-    Compilers may exchange the edges of shards instead, so such a dim is a doubt.
-    """
-    labels = _labels(step)
+    """Follow a convolution. A sharded dim of several groups is gathered first."""
+    numbers, sizes = step.parameters["dimension_numbers"], step.ledger.sizes
     whole = [step.whole(0), step.whole(1)]
+    # Spatial dim -> its label in both operands and in the result, and how far its windows reach.
+    names: dict[int, tuple[str, str, str]] = {}
+    reaches: dict[int, tuple[int, int]] = {}
+    places = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    for at, (window, (left, right, out)) in enumerate(
+        zip(windows_of(step.equation), places, strict=True)
+    ):
+        axes, own = whole[0].dims[left], whole[1].dims[right]
+        size, kernel = (step.avals[side].shape[dim] for side, dim in ((0, left), (1, right)))
+        result, reach = step.results[0].shape[out], None
+        names[at] = f"s-image{at}", f"s-kernel{at}", f"s-result{at}"
+        if axes and axes == own:
+            # The gradient of a kernel: a sum over the rows of both operands.
+            reach = window.swapped(result).reach(size, kernel, shards(axes, sizes))
+            labels = f"c-rows{at}", f"c-rows{at}", f"s-result{at}"
+        elif axes and not own:
+            reach = window.reach(size, result, shards(axes, sizes))
+            labels = f"l-rows{at}", f"s-kernel{at}", f"l-rows{at}"
+        if reach is not None:
+            names[at], reaches[left] = labels, reach
+    labels_of = _labels(step, names)
     values = [
         value.with_dims(
             () if label.startswith("s") else axes
-            for label, axes in zip(names, value.dims, strict=True)
+            for label, axes in zip(of, value.dims, strict=True)
         )
-        for value, names in zip(whole, labels.operands, strict=True)
+        for value, of in zip(whole, labels_of.operands, strict=True)
     ]
     unsharded = {
         axis
         for before, after in zip(whole, values, strict=True)
         for axis in before.mesh_axes - after.mesh_axes
     }
-    channels = whole[1].dims[step.parameters["dimension_numbers"].rhs_spec[0]]
+    channels = whole[1].dims[numbers.rhs_spec[0]]
     windowed = _windowed(step, whole[0])
     if channels and windowed:
         # XLA multiplies the result by the number of channel shards, or its gradient is wrong: on
@@ -42,10 +73,81 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
         )
         unsharded -= windowed
     if unsharded:
-        step.doubt(unsharded, "gather the dim with shard(...) before this convolution")
-    results = follow_matmul(step, values, labels)
-    step.ledger.doubt_kernel(results[0].owed, step.location)
-    return results
+        step.doubt(unsharded, _GATHER.format("convolution"))
+    (result,) = follow_matmul(step, values, labels_of)
+    # XLA adds a kernel's gradient over all spatial dims at once, and over the batch apart from
+    # them, unless the kernel has groups.
+    rows = frozenset(
+        axis
+        for label, axes in zip(labels_of.operands[0], values[0].dims, strict=True)
+        if label.startswith("c-rows") or step.parameters["batch_group_count"] > 1
+        for axis in axes
+        if axis in result.owed
+    )
+    groups = tuple(group for group in (rows, result.owed - rows) if group)
+    result = dataclasses.replace(result, groups=groups)
+    used = result.mesh_axes | result.owed
+    image = values[0].with_dims(
+        tuple(axis for axis in axes if axis in used) for axes in values[0].dims
+    )
+    _exchange(step, 0, image, reaches)
+    step.ledger.doubt_kernel(result.owed, step.location)
+    return [result]
+
+
+def pool(step: PlanStep) -> list[ShardedValue]:
+    """Follow a pooling, or the gradient of one that selects.
+
+    The gradient is followed if no element is in two windows. Else XLA sends rows in a way of its
+    own, and a sharded dim along the window is a doubt.
+    """
+    values = [step.whole(at) for at in range(len(step.values))]
+    held = [value for value in values if not value.free]
+    if not held:
+        return step.anywhere()
+    sizes, windows = step.ledger.sizes, windows_of(step.equation)
+    chosen = max(held, key=lambda value: shards(value.mesh_axes, sizes))
+    is_gradient = len(values) > 1
+    # The last operand has the shape before the windows.
+    shape, result = step.avals[-1].shape, step.avals[0 if is_gradient else -1].shape
+    if not is_gradient:
+        result = step.results[0].shape
+    reaches: dict[int, tuple[int, int]] = {}
+    for at, axes in enumerate(chosen.dims):
+        if not axes:
+            continue
+        reach = windows[at].reach(shape[at], result[at], shards(axes, sizes))
+        is_alone = windows[at].is_apart or windows[at].size == 1
+        if reach is not None and (is_alone or not is_gradient):
+            reaches[at] = reach
+    dims = tuple(axes if at in reaches else () for at, axes in enumerate(chosen.dims))
+    step.doubt(chosen.mesh_axes - axes_of(dims), _GATHER.format(step.name))
+    moved = [step.move(at, dims) for at in range(len(values))]
+    _exchange(step, len(values) - 1, moved[-1].with_dims(dims), reaches)
+    return [ShardedValue(dims=dims, origins=merged_origins(held))]
+
+
+def _exchange(
+    step: PlanStep, at: int, value: ShardedValue, reaches: Mapping[int, tuple[int, int]]
+) -> None:
+    """Note a permute for the rows that devices need of each of their neighbors."""
+    aval, sizes = step.avals[at], step.ledger.sizes
+    local = [
+        -(-size // shards(axes, sizes)) for size, axes in zip(aval.shape, value.dims, strict=True)
+    ]
+    for dim, reach in reaches.items():
+        others = math.prod(size for place, size in enumerate(local) if place != dim)
+        for rows in reach:
+            step.ledger.note(
+                Kind.PERMUTE,
+                value.dims[dim],
+                whole_bytes(rows * others, aval.dtype),
+                step.location,
+                dtype=str(aval.dtype),
+                origins=value.origins,
+            )
+        # The exchange along the next dim has the rows that are there now.
+        local[dim] += sum(reach) if value.dims[dim] else 0
 
 
 def _windowed(step: PlanStep, image: ShardedValue) -> frozenset[str]:
@@ -55,31 +157,26 @@ def _windowed(step: PlanStep, image: ShardedValue) -> frozenset[str]:
     return frozenset(axis for at, of in pairs if kernel[of] > 1 for axis in image.dims[at])
 
 
-def _labels(step: PlanStep) -> Labels:
+def _labels(step: PlanStep, names: Mapping[int, tuple[str, str, str]]) -> Labels:
     """Label the dims as those of a matmul. Labels with `s` are for dims that must be whole."""
     numbers = step.parameters["dimension_numbers"]
-    left, right, result = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     groups = step.parameters["feature_group_count"] > 1
     batch_groups = step.parameters["batch_group_count"] > 1
     batch = ("s-examples", "s-batch") if batch_groups else ("l0", "l0")
     inner = ("s-features", "s-inner") if groups else ("c0", "c0")
     outer = ("s-kernels", "s-outer") if groups or batch_groups else ("r0", "r0")
-    operands = (
-        _placed(left, (batch[0], inner[0]), "s-image"),
-        _placed(right, (outer[0], inner[1]), "s-kernel"),
+    specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
+    pairs = ((batch[0], inner[0]), (outer[0], inner[1]), (batch[1], outer[1]))
+    # A spec lists the dims as two special ones, then the spatial ones.
+    left, right, result = (
+        tuple(name for _, name in sorted(zip(spec, (*two, *rest), strict=True)))
+        for spec, two, rest in zip(specs, pairs, zip(*names.values(), strict=True), strict=True)
     )
-    of_result = _placed(result, (batch[1], outer[1]), "s-result")
     # Of the operands, the operations depend on the dims of the kernel that the result lacks.
-    sizes = dict(zip(operands[1], step.avals[1].shape, strict=True))
+    sizes: dict[Any, int] = dict(zip(right, step.avals[1].shape, strict=True))
     sizes.pop(outer[0])
-    sizes |= dict(zip(of_result, step.results[0].shape, strict=True))
+    sizes |= dict(zip(result, step.results[0].shape, strict=True))
     # Of a dilated image, one of so many elements is not zero.
     for at, dilation in enumerate(step.parameters["lhs_dilation"]):
-        sizes[f"s-result{at}"] = -(-sizes[f"s-result{at}"] // dilation)
-    return Labels(operands=operands, result=of_result, sizes=sizes)
-
-
-def _placed(spec: Any, first: tuple[str, str], rest: str) -> tuple[str, ...]:
-    """Return a label for each dim: `spec` lists the dims as two special ones, then spatial ones."""
-    names = [*first, *(f"{rest}{at}" for at in range(len(spec) - len(first)))]
-    return tuple(name for _, name in sorted(zip(spec, names, strict=True)))
+        sizes[names[at][2]] = -(-sizes[names[at][2]] // dilation)
+    return Labels(operands=(left, right), result=result, sizes=sizes)

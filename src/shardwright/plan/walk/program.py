@@ -70,7 +70,7 @@ _RULES: Final[Mapping[str, PlanRule]] = {
     "scatter-mul": indexing.scatter,
     "dot_general": matmuls.dot_general,
     "conv_general_dilated": convolutions.convolution,
-    **dict.fromkeys(WINDOWS, shapes.cut),
+    **dict.fromkeys(WINDOWS, convolutions.pool),
     "scan": control.scan,
     "while": control.while_loop,
     "cond": control.cond,

@@ -1,0 +1,84 @@
+"""Windows: which elements of an operand each element of a convolution or a pooling needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow:
+    """The window along one dim.
+
+    Attributes:
+      size: Its number of elements.
+      stride: Elements of the operand between two windows.
+      before: Padding before the first element; negative if elements are left out.
+      after: Padding after the last element.
+      dilation: Elements of the operand between two elements of a window, plus 1.
+      spread: Zeros between two elements of the operand, plus 1.
+    """
+
+    size: int
+    stride: int = 1
+    before: int = 0
+    after: int = 0
+    dilation: int = 1
+    spread: int = 1
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether no element of the operand is in two windows, or is padding."""
+        return self == SlidingWindow(size=self.size, stride=self.size)
+
+    def swapped(self, result: int) -> SlidingWindow:
+        """Return the window in which results and elements of this one change places.
+
+        Where the window itself is sharded, as in the gradient of a kernel, its parts move over the
+        operand like results of this window.
+        """
+        return dataclasses.replace(self, size=result, stride=self.dilation, dilation=self.stride)
+
+    def reach(self, operand: int, result: int, parts: int) -> tuple[int, int] | None:
+        """Return how many elements each part of a dim needs of its two neighbors.
+
+        Args:
+          operand: Size of the dim before the windows.
+          result: Size of the dim after them.
+          parts: Number of parts of both. Where a size does not divide, the last part is padded.
+
+        Returns:
+          Elements of the part before, and of the part after. None if they are more than a part has.
+        """
+        own, made = -(-operand // parts), -(-result // parts)
+        # The first part has no neighbor before it, and the last one none after it.
+        starts = [part * made * self.stride - self.before for part in range(parts)]
+        length = (made - 1) * self.stride + (self.size - 1) * self.dilation + 1
+        firsts = [-(-start // self.spread) for start in starts]
+        stops = [-(-(start + length) // self.spread) for start in starts]
+        before = max((part * own - firsts[part] for part in range(1, parts)), default=0)
+        after = max((stops[part] - (part + 1) * own for part in range(parts - 1)), default=0)
+        return (max(before, 0), max(after, 0)) if max(before, after) <= own else None
+
+
+def windows_of(equation: Any) -> tuple[SlidingWindow, ...]:
+    """Return the window along each dim of a pooling, or along each spatial dim of a convolution."""
+    parameters = equation.params
+    sizes = parameters.get("window_dimensions")
+    if sizes is None:
+        spatial = parameters["dimension_numbers"].rhs_spec[2:]
+        sizes = [equation.invars[1].aval.shape[dim] for dim in spatial]
+    ones = (1,) * len(sizes)
+    spreads = parameters.get("base_dilation", parameters.get("lhs_dilation", ones))
+    dilations = parameters.get("window_dilation", parameters.get("rhs_dilation", ones))
+    return tuple(
+        SlidingWindow(size=size, stride=stride, before=low, after=high, dilation=gap, spread=spread)
+        for size, stride, (low, high), gap, spread in zip(
+            sizes,
+            parameters["window_strides"],
+            parameters["padding"],
+            dilations,
+            spreads,
+            strict=True,
+        )
+    )

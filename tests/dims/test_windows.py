@@ -1,0 +1,37 @@
+"""How far windows reach, against the elements that a convolution of JAX depends on."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardwright.dims.windows import windows_of
+
+
+def test_reach_is_what_each_part_depends_on() -> None:
+    different = []
+    images = jnp.eye(32)[:, :, None]  # one for each element, so that the results are a Jacobian
+    for size, stride, padding, dilation, spread in itertools.product(
+        (2, 3, 5), (1, 2), ((0, 0), (2, 1)), (1, 2), (1, 2)
+    ):
+        arguments = (images, jnp.ones((size, 1, 1)), (stride,), [padding], (spread,), (dilation,))
+        options = {"dimension_numbers": ("NHC", "HIO", "NHC")}
+        needed = np.asarray(lax.conv_general_dilated(*arguments, **options))[..., 0].T != 0
+        jaxpr = jax.make_jaxpr(lambda x: lax.conv_general_dilated(x, *arguments[1:], **options))  # noqa: B023
+        (window,) = windows_of(jaxpr(images).eqns[0])
+        for parts in (2, 4):
+            if needed.shape[0] % parts:
+                continue
+            own = 32 // parts
+            columns = [np.nonzero(rows.any(0))[0] for rows in np.split(needed, parts)]
+            before = max(at * own - columns[at].min() for at in range(1, parts))
+            after = max(columns[at].max() + 1 - (at + 1) * own for at in range(parts - 1))
+            expected = (max(before, 0), max(after, 0))
+            actual = window.reach(32, needed.shape[0], parts)
+            if actual != (expected if max(expected) <= own else None):
+                different.append((window, parts, actual, expected))
+    assert not different
