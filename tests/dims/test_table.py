@@ -45,6 +45,8 @@ CASES: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "pad": (lambda x, y: lax.pad(x, y, ((0, 0, 0), (1, 0, 0))), ((4, 3), ())),
     "pad that shifts": (lambda x, y: lax.pad(x, y, ((1, -1, 0), (0, 0, 0))), ((4, 3), ())),
     "concatenate": (lambda x, y: lax.concatenate((x, y), 1), ((4, 3), (4, 2))),
+    "stack": (lambda x, y: lax.stack((x, y), 1), ((4, 3), (4, 3))),
+    "dynamic_update_slice": (lambda x, y: lax.dynamic_update_slice(x, y, (0, 1)), ((4, 3), (4, 2))),
     "split": (lambda x: lax.split(x, (1, 2), 1), ((4, 3),)),
     "top_k": (lambda x: lax.top_k(x, 2), ((4, 3),)),
     "matmul": (
@@ -87,8 +89,11 @@ ADDS = {
 CHANGED = {
     "no common factor": (1, 2),
     "some common factors": (0, 1),
-    **dict.fromkeys(["slice", "dynamic_slice", "pad", "concatenate", "split", "top_k"], (1,)),
-    **dict.fromkeys(["gather of parts", "cumsum"], (1,)),
+    **dict.fromkeys(
+        ["slice", "dynamic_slice", "pad", "concatenate", "split", "top_k"],
+        (1,),
+    ),
+    **dict.fromkeys(["gather of parts", "cumsum", "dynamic_update_slice"], (1,)),
     **dict.fromkeys(["pad that shifts", "sort", "rev"], (0,)),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
@@ -18,11 +19,11 @@ def test_reach_is_what_each_part_depends_on() -> None:
     for size, stride, padding, dilation, spread in itertools.product(
         (2, 3, 5), (1, 2), ((0, 0), (2, 1)), (1, 2), (1, 2)
     ):
-        arguments = (images, jnp.ones((size, 1, 1)), (stride,), [padding], (spread,), (dilation,))
+        arguments = (images, jnp.ones((size, 1, 1)), (stride,), (padding,), (spread,), (dilation,))
         options = {"dimension_numbers": ("NHC", "HIO", "NHC")}
         needed = np.asarray(lax.conv_general_dilated(*arguments, **options))[..., 0].T != 0
-        jaxpr = jax.make_jaxpr(lambda x: lax.conv_general_dilated(x, *arguments[1:], **options))  # noqa: B023
-        (window,) = windows_of(jaxpr(images).eqns[0])
+        convolve = functools.partial(lax.conv_general_dilated, **options)
+        (window,) = windows_of(jax.make_jaxpr(convolve, (2, 3, 4, 5))(*arguments).eqns[0])
         for parts in (2, 4):
             if needed.shape[0] % parts:
                 continue

@@ -129,9 +129,12 @@ WINDOWS: Final = frozenset(
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard", "annotate_axes"})
 # These move, split or join dims, or add some.
 VIEWS: Final = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
-# These need a dim, or dims, whole: they cut, join, repeat or order its elements.
+# These cut, join, repeat or order elements. All but a stack need a dim, or dims, whole.
 CUTS: Final = frozenset(
-    ["concatenate", "dynamic_slice", "pad", "rev", "slice", "sort", "split", "tile", "top_k"]
+    [
+        *("concatenate", "dynamic_slice", "pad", "rev", "slice", "sort", "split", "stack", "tile"),
+        "top_k",
+    ]
 )
 # Every device can compute the result by itself.
 SOURCES: Final = frozenset(

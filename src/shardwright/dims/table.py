@@ -236,6 +236,13 @@ def cut(
 
 
 @functools.lru_cache(maxsize=4096)
+def stack(count: int, shape: DimSizes, axis: int) -> Correspondence:
+    """Return how dims correspond if arrays become the rows of a new dim."""
+    every = [(dim,) for dim in range(len(shape))]
+    return _made(shape, [every[:axis] + every[axis + 1 :]] * count, [every])
+
+
+@functools.lru_cache(maxsize=4096)
 def dot_general(left: DimSizes, right: DimSizes, numbers: Any) -> Correspondence:
     """Return how the dims of a matmul correspond. Contracted dims are summed."""
     (left_sum, right_sum), (left_batch, right_batch) = numbers
@@ -249,6 +256,27 @@ def dot_general(left: DimSizes, right: DimSizes, numbers: Any) -> Correspondence
     result += [own for dim, own in enumerate(rights) if dim not in (*right_sum, *right_batch)]
     roles = dict.fromkeys(left_sum, FactorRole.SUMMED)
     return _made((*left, *right), [lefts, rights], [result], roles=roles)
+
+
+@functools.lru_cache(maxsize=4096)
+def ragged_dot(
+    left: DimSizes, right: DimSizes, groups: DimSizes, result: DimSizes, numbers: Any
+) -> Correspondence:
+    """Return how the dims of a ragged matmul correspond.
+
+    Each row picks the matrix of its group. If rows are contracted, as in the gradient of the
+    matrices, the result has a dim of groups in front instead.
+    """
+    plain = dot_general(left, right, numbers.dot_dimension_numbers)
+    lefts, rights = plain.operands
+    picked = [rights[dim] for dim in numbers.rhs_group_dimensions]
+    results = [factors for factors in plain.results[0] if factors not in picked]
+    if len(results) < len(result):
+        results.insert(0, (len(plain.sizes),))
+    roles = dict(enumerate(plain.roles)) | {factor: FactorRole.PICKED for (factor,) in picked}
+    sizes = (*plain.sizes, result[0])
+    # The sizes of the groups tell every device which rows pick which matrix.
+    return _made(sizes, [lefts, rights, [()] * len(groups)], [results], roles=roles)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -381,7 +409,11 @@ _RULES: Final[Mapping[str, _CorrespondenceRule]] = {
     **dict.fromkeys(
         ("reshape", "squeeze", "expand_dims"), lambda old, new, _: reshape(old[0], new[0])
     ),
-    **dict.fromkeys(("slice", "dynamic_slice", "split"), lambda old, new, _: cut(old, new)),
+    **dict.fromkeys(
+        ("slice", "dynamic_slice", "split", "dynamic_update_slice"),
+        lambda old, new, _: cut(old, new),
+    ),
+    "stack": lambda old, new, p: stack(len(old), new[0], p["axis"] % len(new[0])),
     "pad": lambda old, new, p: cut(
         old, new, tuple(dim for dim, edges in enumerate(p["padding_config"]) if any(edges))
     ),
@@ -391,6 +423,9 @@ _RULES: Final[Mapping[str, _CorrespondenceRule]] = {
         old, new, tuple(dim for dim, times in enumerate(p["reps"]) if times > 1)
     ),
     "dot_general": lambda old, _, p: dot_general(old[0], old[1], p["dimension_numbers"]),
+    "ragged_dot_general": lambda old, new, p: ragged_dot(
+        *old[:3], new[0], p["ragged_dot_dimension_numbers"]
+    ),
     "gather": lambda old, new, p: gather(
         old[0], old[1], new[0], p["dimension_numbers"], tuple(p["slice_sizes"])
     ),

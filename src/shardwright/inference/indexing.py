@@ -74,12 +74,10 @@ def scatter(step: InferenceStep) -> list[ArrayFacts]:
 
 def update_slice(step: InferenceStep) -> list[ArrayFacts]:
     """Align the dims that are written whole, as in a cache."""
-    old, new = step.values[:2]
-    shapes = step.operand_shapes
-    for left, right, size, written in zip(old.dims, new.dims, shapes[0], shapes[1], strict=True):
-        if size == written:
-            step.same(left, right)
-    return [step.result(old.dims)]
+    known = correspondence(step.equation)
+    assert known is not None
+    step.aligned(known)
+    return [step.result(step.values[0].dims)]
 
 
 def top_k(step: InferenceStep) -> list[ArrayFacts]:

@@ -105,19 +105,15 @@ def _record(
 
 def ragged_dot(step: InferenceStep) -> list[ArrayFacts]:
     """Align the contracted dims. Each group of rows is multiplied by its own matrix."""
-    numbers = step.parameters["ragged_dot_dimension_numbers"]
+    numbers, known = step.parameters["ragged_dot_dimension_numbers"], correspondence(step.equation)
     (left_sum, right_sum), (left_batch, right_batch) = numbers.dot_dimension_numbers
     left, right = step.values[:2]
-    for i, j in [
-        *zip(left_sum, right_sum, strict=True),
-        *zip(left_batch, right_batch, strict=True),
-    ]:
-        step.same(left.dims[i], right.dims[j])
+    assert known is not None
+    (dims,) = step.aligned(known)
     groups = tuple(numbers.rhs_group_dimensions)
     if not groups:
         # The ragged dim is contracted, as in the gradient of the weights, or a batch dim.
         return step.new_results()
-    batch = tuple(left.dims[i] for i in left_batch)
     left_free = _others(left.dims, [*left_sum, *left_batch])
     right_free = _others(right.dims, [*right_sum, *right_batch, *groups])
     if left.data and right.is_weight:
@@ -131,7 +127,7 @@ def ragged_dot(step: InferenceStep) -> list[ArrayFacts]:
             location=step.location,
         )
         step.facts.projections.append(matmul)
-    return [_result(step, [*batch, *left_free, *right_free])]
+    return [_result(step, dims)]
 
 
 def convolution(step: InferenceStep) -> list[ArrayFacts]:

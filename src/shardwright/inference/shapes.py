@@ -40,21 +40,27 @@ def iota(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def cut(step: InferenceStep) -> list[ArrayFacts]:
-    """Keep the dims that keep their size. A shorter dim is a slice of the old one."""
-    value, old_shape = step.values[0], step.operand_shapes[0]
-    starts = step.parameters.get("start_indices") or (0,) * len(old_shape)
-    strides = step.parameters.get("strides") or (1,) * len(old_shape)
-    dims = []
-    for dim, old, new, start, stride in zip(
-        value.dims, old_shape, step.shapes[0], starts, strides, strict=True
-    ):
-        if new == old:
-            dims.append(dim)
-        elif stride == 1:
-            dims.append(dim_slice(step, dim, new, start))
-        else:
-            dims.append(_every(step, dim, new, stride))
-    return [step.result(dims)]
+    """Keep the dims that are not cut. A shorter dim is a slice of the old one."""
+    known, parameters, value = correspondence(step.equation), step.parameters, step.values[0]
+    assert known is not None
+    rank = range(len(value.dims))
+    # Of a dynamic slice the starts are not known.
+    starts = parameters.get("start_indices", (None,) * len(rank))
+    strides = parameters.get("strides") or (1,) * len(rank)
+    # The parts of a split follow each other.
+    offsets = [0, *itertools.accumulate(parameters.get("sizes", ()))]
+    results = []
+    for shape, side, offset in zip(step.shapes, known.results, offsets, strict=False):
+        begins = (int(offset),) * len(rank) if "sizes" in parameters else starts
+        dims = list(value.dims)
+        for at in (at for at in rank if side[at] != known.operands[0][at]):
+            dims[at] = (
+                dim_slice(step, dims[at], shape[at], begins[at])
+                if strides[at] == 1
+                else _every(step, dims[at], shape[at], strides[at])
+            )
+        results.append(step.result(dims))
+    return results
 
 
 def _every(step: InferenceStep, whole: AtomDim, size: int, stride: int) -> AtomDim:
@@ -65,30 +71,6 @@ def _every(step: InferenceStep, whole: AtomDim, size: int, stride: int) -> AtomD
     major, minor = regroup([whole], [size, stride])
     step.facts.rows.append(Use(dim=minor, location=step.location))
     return major
-
-
-def dynamic_slice(step: InferenceStep) -> list[ArrayFacts]:
-    """Keep the dims that keep their size. A shorter dim is a slice whose start is not known."""
-    pairs = zip(step.values[0].dims, step.operand_shapes[0], step.shapes[0], strict=True)
-    return [
-        step.result([dim if new == old else dim_slice(step, dim, new) for dim, old, new in pairs])
-    ]
-
-
-def split(step: InferenceStep) -> list[ArrayFacts]:
-    """Cut one dim into slices."""
-    axis, dims = step.parameters["axis"], step.values[0].dims
-    sizes = [int(size) for size in step.parameters["sizes"]]
-    starts = [0, *itertools.accumulate(sizes)]
-    return [
-        step.result(
-            [
-                dim if at != axis or len(sizes) == 1 else dim_slice(step, dim, size, start)
-                for at, dim in enumerate(dims)
-            ]
-        )
-        for size, start in zip(sizes, starts, strict=False)
-    ]
 
 
 def unstack(step: InferenceStep) -> list[ArrayFacts]:
@@ -127,13 +109,12 @@ def dim_slice(step: InferenceStep, whole: AtomDim, size: int, start: int | None 
 
 def stack(step: InferenceStep) -> list[ArrayFacts]:
     """Align the dims of all operands, and put a new one between them."""
-    axis, first = step.parameters["axis"] % len(step.shapes[0]), step.values[0].dims
-    for other in step.values[1:]:
-        for left, right in zip(first, other.dims, strict=True):
-            step.same(left, right)
+    axis, known = step.parameters["axis"] % len(step.shapes[0]), correspondence(step.equation)
+    assert known is not None
+    (dims,) = step.aligned(known)
     is_learned = any(value.learned for value in step.values)
     stacked = (Atom(step.shapes[0][axis], learned=is_learned),)
-    return [step.result([*first[:axis], stacked, *first[axis:]])]
+    return [step.result([*dims[:axis], stacked, *dims[axis + 1 :]])]
 
 
 def pad(step: InferenceStep) -> list[ArrayFacts]:

@@ -25,22 +25,18 @@ _WRITES: Final = "write to a sharded dim inside sw.shard_map"
 def dynamic_update_slice(step: PlanStep) -> list[ShardedValue]:
     """Follow a write at a computed position: the update moves to the operand's sharding."""
     value, update = step.whole(0), step.whole(1)
-    shape, part = step.avals[0].shape, step.avals[1].shape
     if value.free:
         dims = step.wanted[0] or update.dims
         value = ShardedValue(dims=dims, origins=update.origins)
+    known = correspondence(step.equation)
+    assert known is not None
+    whole, new = known.operands[:2]
     # Along a dim that is written in part, each device gets the whole update. XLA does so if the
     # update has one element there. For more, XLA for CPUs gathers the operand.
-    cut = zip(value.dims, shape, part, strict=True)
-    step.doubt({axis for axes, size, rows in cut if 1 < rows < size for axis in axes}, _WRITES)
-    step.move(1, _kept(value.dims, shape, part))
+    cut = [at for at, own in enumerate(whole) if own not in new and step.avals[1].shape[at] > 1]
+    step.doubt({axis for at in cut for axis in value.dims[at]}, _WRITES)
+    step.move(1, tuple(value.dims[at] if own in whole else () for at, own in enumerate(new)))
     return [value]
-
-
-def _kept(dims: Dims, shape: Any, part: Any) -> Dims:
-    return tuple(
-        axes if size == cut else () for axes, size, cut in zip(dims, shape, part, strict=True)
-    )
 
 
 def scatter(step: PlanStep) -> list[ShardedValue]:

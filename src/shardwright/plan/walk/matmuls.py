@@ -25,7 +25,8 @@ class Labels:
     """One label per dim of a matmul.
 
     Labels are `b0` for a batch dim, `c0` for a contracted dim, and `l0` or `r0` for a dim that only
-    the left or the right operand has. Dims that are multiplied with each other share a label.
+    the left or the right operand has. Dims that are multiplied with each other share a label. `s`
+    starts the label of a dim that must be whole.
 
     Attributes:
       operands: Labels of the dims of each operand.
@@ -39,21 +40,25 @@ class Labels:
 
     @staticmethod
     def of(equation: Any) -> Labels:
-        """Label the dims of a `dot_general`."""
+        """Label the dims of a `dot_general`, or of a ragged one."""
         known = correspondence(equation)
         assert known is not None
-        left, right = known.operands
+        left, right = known.operands[:2]
 
         def label(factors: tuple[int, ...]) -> str:
             # A matmul neither splits nor joins dims, so each dim is one factor.
             (factor,) = factors
+            if known.roles[factor] is FactorRole.PICKED or factors not in (*left, *right):
+                return f"s{factor}"
             if known.roles[factor] is FactorRole.SUMMED:
                 return f"c{factor}"
             sides = [letter for letter, side in (("l", left), ("r", right)) if factors in side]
             return f"{sides[0] if len(sides) == 1 else 'b'}{factor}"
 
         lefts, rights = tuple(map(label, left)), tuple(map(label, right))
-        used = {factor for side in known.operands for (factor,) in side}
+        # A row is multiplied by one of the matrices that it picks from.
+        used = {factor for (factor,) in (*left, *right)}
+        used = {factor for factor in used if known.roles[factor] is not FactorRole.PICKED}
         return Labels(
             operands=(lefts, rights),
             result=tuple(map(label, known.results[0])),
@@ -65,6 +70,51 @@ def dot_general(step: PlanStep) -> list[ShardedValue]:
     """Follow a `dot_general`."""
     labels = Labels.of(step.equation)
     return follow_matmul(step, [step.whole(0), step.whole(1)], labels)
+
+
+def ragged_dot(step: PlanStep) -> list[ShardedValue]:
+    """Follow a ragged matmul, as TPUs compute it: they gather its rows and its groups.
+
+    A CPU keeps both sharded, so they are doubts.
+    """
+    numbers, labels = step.parameters["ragged_dot_dimension_numbers"], Labels.of(step.equation)
+    step.move(2, ((),) * step.avals[2].ndim)
+    ragged = {labels.operands[0][dim] for dim in numbers.lhs_ragged_dimensions}
+    # What one operand shards of a contracted dim, the other is cut to: XLA always sums.
+    summed: dict[str, tuple[str, ...]] = {}
+    whole = [step.whole(0), step.whole(1)]
+    for names, value in zip(labels.operands, whole, strict=True):
+        for label, axes in zip(names, value.dims, strict=True):
+            if axes and label.startswith("c") and label not in ragged:
+                summed.setdefault(label, axes)
+    values = [
+        value.with_dims(
+            () if label in ragged or label.startswith("s") else summed.get(label, axes)
+            for label, axes in zip(names, value.dims, strict=True)
+        )
+        for names, value in zip(labels.operands, whole, strict=True)
+    ]
+    gathered = {
+        axis
+        for names, value in zip(labels.operands, whole, strict=True)
+        for label, axes in zip(names, value.dims, strict=True)
+        if label in ragged or label.startswith("s")
+        for axis in axes
+    }
+    step.doubt(gathered, "call it inside shard_map, as layers.moe does: TPUs gather its rows")
+    (result,) = follow_matmul(step, values, labels)
+    # Each device keeps its rows of the result, which it has whole.
+    rows = {axis for axes in whole[0].dims for axis in axes} & gathered
+    rows -= result.mesh_axes | result.owed
+    if rows and result.owed:  # the sum is of whole rows, too
+        result = step.settle(result)
+    sides = {
+        label: tuple(axis for axis in axes if axis in rows)
+        for label, axes in zip(labels.operands[0], whole[0].dims, strict=True)
+        if label in ragged
+    }
+    pairs = zip(labels.result, result.dims, strict=True)
+    return [result.with_dims(sides.get(label, axes) or axes for label, axes in pairs)]
 
 
 def follow_matmul(

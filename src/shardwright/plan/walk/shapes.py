@@ -18,7 +18,6 @@ from shardwright.plan.walk.values import (
     ShardedValue,
     axes_of,
     explicit_axes,
-    merged_origins,
     shards,
     typed_dims,
     with_kept,
@@ -51,7 +50,8 @@ def cut(step: PlanStep) -> list[ShardedValue]:
     assert known is not None
     values = [step.whole(at) for at in range(len(step.values))]
     sides = zip(values, known.operands, strict=True)
-    if all(value.free for value, side in sides if any(side)):
+    arrays = [value for value, side in sides if any(side)]
+    if all(value.free for value in arrays or values):
         return step.anywhere()
     doubt = "" if step.name in _SURE else _GATHER.format(step.name)
     results = follow(step, known, values, doubt=doubt)
@@ -108,21 +108,6 @@ def _picked(step: PlanStep, changed: Sequence[int]) -> ShardedValue:
             )
     picked = ShardedValue(dims=dims, owed=owed, origins=value.origins)
     return step.settle(picked, wanted=step.wanted[0])
-
-
-def stack(step: PlanStep) -> list[ShardedValue]:
-    """Follow a stack: the operands agree, and the new dim is replicated."""
-    axis = step.parameters["axis"] % step.results[0].ndim
-    values = [step.whole(at) for at in range(len(step.values))]
-    held = [at for at, value in enumerate(values) if not value.free]
-    if not held:
-        return step.anywhere()
-    sizes = step.ledger.sizes
-    dims = max((values[at].dims for at in held), key=lambda own: shards(axes_of(own), sizes))
-    for at in held:
-        step.move(at, dims)
-    origins = merged_origins(values[at] for at in held)
-    return [ShardedValue(dims=(*dims[:axis], (), *dims[axis:]), origins=origins)]
 
 
 def constraint(step: PlanStep) -> list[ShardedValue]:
