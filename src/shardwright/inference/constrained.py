@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType
 
 from shardwright import _jax
 from shardwright.errors import ShardingError, StrategyError, raise_problems
@@ -51,7 +51,13 @@ class Constrained:
             by name only, or axes of the mesh are Explicit.
           ShardingError: An intermediate does not fit the rules or the mesh.
         """
-        _refuse_explicit(current_manager().mesh)
+        # Explicit shardings are part of the types, and a traced program keeps those of its trace:
+        # in constants, and in custom derivatives such as that of `jax.nn.relu`.
+        if AxisType.Explicit in current_manager().mesh.axis_types:
+            raise StrategyError(
+                "constrained needs Auto mesh axes, and the mesh has Explicit ones",
+                fix='create the mesh with axis_types="auto", or call sw.shard in the model',
+            )
         params, *others = _positional(self.forward, arguments, named)
         inputs = tuple(others)
         leaves, tree = jax.tree.flatten((params, inputs))
@@ -127,19 +133,6 @@ def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
             fix="name the batch in the seed of every input, and open dims or guesses in sizes=",
         )
     return Constrained(forward=forward, inferred=inferred)
-
-
-def _refuse_explicit(mesh: Mesh | AbstractMesh) -> None:
-    """Refuse a mesh with Explicit axes.
-
-    There the shardings are part of the types, and a traced program keeps those of its trace: in
-    constants, and in custom derivatives such as that of `jax.nn.relu`.
-    """
-    if AxisType.Explicit in mesh.axis_types:
-        raise StrategyError(
-            "constrained needs Auto mesh axes, and the mesh has Explicit ones",
-            fix='create the mesh with axis_types="auto", or call sw.shard in the model',
-        )
 
 
 def _compare(program: Sequence[str], inferred: Sequence[str]) -> None:

@@ -98,7 +98,11 @@ def choose(
             reason = "a guessed dim"
         elif BATCH not in names:
             reason = "no dim named BATCH"
-        elif not cut.isdisjoint(atoms) or any(map(_is_fused, rows)):
+        elif not cut.isdisjoint(atoms) or any(
+            # A factor that is not sharded, such as the 3 of fused projections.
+            len(row) > 1 and any(name in (EMPTY, GROUP) for name, _ in row)
+            for row in rows
+        ):
             reason = "a fused dim"
         elif kind := _kind(names, output):
             chosen.append(_constraint(output, rows, kind))
@@ -116,11 +120,6 @@ def is_candidate(primitive: str, operands: Iterable[ArrayFacts]) -> bool:
         # does not.
         return sum(operand.data and operand.learned for operand in operands) > 1
     return primitive in _MATMULS or primitive == "gather"
-
-
-def _is_fused(row: NamedFactors) -> bool:
-    """Tell whether a dim has a factor that is not sharded, such as the 3 of fused projections."""
-    return len(row) > 1 and any(name in (EMPTY, GROUP) for name, _ in row)
 
 
 def _kind(names: list[str], output: Output) -> str:

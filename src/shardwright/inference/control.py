@@ -42,7 +42,15 @@ def scan(step: InferenceStep) -> list[ArrayFacts]:
         dataclasses.replace(start, loops=start.loops | {(loop, "carry")})
         for start in _carried(step, step.values[constants:split])
     ]
-    rows = [_row(value, loop) for value in scanned]
+    rows = [
+        dataclasses.replace(
+            value,
+            dims=value.dims[1:],
+            one_hot=None,
+            loops=value.loops | {(loop, "scanned")} if value.is_weight else value.loops,
+        )
+        for value in scanned
+    ]
     values = [*step.values[:constants], *starts, *rows]
     ends = step.walk(loop_body.jaxpr, values, place=step.place)
     _align(step, starts, ends)
@@ -64,12 +72,6 @@ def scan(step: InferenceStep) -> list[ArrayFacts]:
     lead = scanned[0].dims[0] if scanned else new_dim(loop_body.rounds or 0)
     stacked = [dataclasses.replace(end, dims=(lead, *end.dims)) for end in ends[carries:]]
     return [*ends[:carries], *stacked]
-
-
-def _row(value: ArrayFacts, loop: int) -> ArrayFacts:
-    """Return the row of a scanned array that the body of a scan gets."""
-    loops = value.loops | {(loop, "scanned")} if value.is_weight else value.loops
-    return dataclasses.replace(value, dims=value.dims[1:], one_hot=None, loops=loops)
 
 
 def while_loop(step: InferenceStep) -> list[ArrayFacts]:

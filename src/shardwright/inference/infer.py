@@ -100,7 +100,12 @@ def infer_axes(
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     closed = _trace(forward, params, inputs, leaves)
     shapes, paths = [np.shape(leaf) for _, leaf in leaves], [path_text(path) for path, _ in leaves]
-    values = [_parameter(at, shape) for at, shape in enumerate(shapes)]
+    values = []
+    for number, shape in enumerate(shapes):
+        dims = new_dims(shape)
+        for position, (atom,) in enumerate(dims):
+            atom.learned, atom.params = True, frozenset({(number, position)})
+        values.append(ArrayFacts(dims=dims, learned=True, leaf=number))
     input_values = read_seeds(inputs, seeds)
     walker = FactWalker(Kernels(kernels or {}))
     given = read_sizes({} if sizes is None else sizes, paths, shapes)
@@ -200,14 +205,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _parameter(at: int, shape: Sequence[int]) -> ArrayFacts:
-    dims = new_dims(shape)
-    for position, (atom,) in enumerate(dims):
-        atom.learned = True
-        atom.params = frozenset({(at, position)})
-    return ArrayFacts(dims=dims, learned=True, leaf=at)
 
 
 def _check_axes(

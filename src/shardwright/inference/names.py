@@ -109,7 +109,7 @@ def name_hidden(names: Names) -> None:
     summed = summed_over(
         matmul
         for matmul in projections
-        if _has(matmul.right, EMBED) and len(finest(_joined(matmul.contracted))) == 1
+        if _has(matmul.right, EMBED) and sum(len(finest(dim)) for dim in matmul.contracted) == 1
     )
     for atom, location in with_slices(outputs, names.facts.slices).items():
         if atom in summed and not atom.name and atom.nonlinear:
@@ -157,10 +157,6 @@ def with_slices(
             if atom in every:
                 every |= dict.fromkeys(finest(dim_slice.dim), every[atom])
     return every
-
-
-def _joined(dims: Iterable[AtomDim]) -> AtomDim:
-    return tuple(atom for dim in dims for atom in dim)
 
 
 def _has(dims: Iterable[AtomDim], axis: str) -> bool:

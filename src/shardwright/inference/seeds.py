@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -61,8 +61,9 @@ def _seeded(at: int, shape: tuple[int, ...], seed: Any) -> ArrayFacts:
         )
     entries = [None] * len(shape) if seed is None else seed
     dims = tuple(_dim(at, *pair) for pair in zip(shape, entries, strict=True))
-    for atom in _atoms(dims):
-        atom.given = True
+    for dim in dims:
+        for atom in dim:
+            atom.given = True
     return ArrayFacts(dims=dims, data=True, origin=ActivationOrigin(), inputs=frozenset({at}))
 
 
@@ -84,7 +85,3 @@ def _dim(at: int, size: int, axis: Any) -> AtomDim:
             fix="write the sizes that the dim flattens",
         )
     return tuple(Atom(count, name=name, evidence=why) for name, count in axis.members)
-
-
-def _atoms(dims: Iterable[AtomDim]) -> list[Atom]:
-    return [atom for dim in dims for atom in dim]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwright.inference.atoms import Atom, finest
+from shardwright.inference.atoms import Atom, finest, size_of
 from shardwright.inference.attention import GROUP
 from shardwright.inference.evidence import Evidence
 from shardwright.inference.facts import DimSlice
@@ -32,23 +32,16 @@ def name_slices(names: Names) -> None:
     """Name slices by their whole, and wholes by their slices."""
     for _ in range(_ROUNDS):
         for dim_slice in names.facts.slices:
-            _name_slice(names, dim_slice)
-        for slices in _by_whole(names.facts.slices):
+            wholes = finest(dim_slice.whole)
+            if len(wholes) == 1 and wholes[0].name in _INHERITED:
+                why = Evidence(f"a slice of {wholes[0].name.strip('_')}", dim_slice.location)
+                names.give(dim_slice.dim, wholes[0].name, why, guess=wholes[0].guess)
+        # A name that was just given may have split a whole, so they are grouped anew.
+        by_whole: dict[tuple[Atom, ...], list[DimSlice]] = {}
+        for dim_slice in names.facts.slices:
+            by_whole.setdefault(tuple(finest(dim_slice.whole)), []).append(dim_slice)
+        for slices in by_whole.values():
             _name_whole(names, slices)
-
-
-def _name_slice(names: Names, dim_slice: DimSlice) -> None:
-    wholes = finest(dim_slice.whole)
-    if len(wholes) == 1 and wholes[0].name in _INHERITED:
-        why = Evidence(f"a slice of {wholes[0].name.strip('_')}", dim_slice.location)
-        names.give(dim_slice.dim, wholes[0].name, why, guess=wholes[0].guess)
-
-
-def _by_whole(slices: Sequence[DimSlice]) -> list[list[DimSlice]]:
-    grouped: dict[tuple[Atom, ...], list[DimSlice]] = {}
-    for dim_slice in slices:
-        grouped.setdefault(tuple(finest(dim_slice.whole)), []).append(dim_slice)
-    return list(grouped.values())
 
 
 def _name_whole(names: Names, slices: Sequence[DimSlice]) -> None:
@@ -99,15 +92,8 @@ def _covering(slices: Sequence[DimSlice], size: int) -> list[DimSlice]:
         # A program may cut one dim in two ways. Slices that overlap those before them are left out.
         if dim_slice.start == end:
             covering.append(dim_slice)
-            end += _size(dim_slice)
+            end += size_of(finest(dim_slice.dim))
     return covering if end == size and len(covering) > 1 else []
-
-
-def _size(dim_slice: DimSlice) -> int:
-    size = 1
-    for atom in finest(dim_slice.dim):
-        size *= atom.size
-    return size
 
 
 def named_factors(dim: Sequence[Atom]) -> NamedFactors:

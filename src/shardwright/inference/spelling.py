@@ -77,7 +77,7 @@ def spell(dims: AtomDims, *, is_router: bool = False) -> list[Spelled]:
     row = _without_repeats(row)
     axes = [entry.axis for entry in row]
     # Rules name HEAD_DIM and KV_HEAD_DIM apart, as HEAD and KV_HEAD.
-    if any(_has(axis, KV_HEAD) for axis in axes):
+    if any(KV_HEAD in _members(axis) for axis in axes):
         row = [_renamed(entry, HEAD_DIM, KV_HEAD_DIM) for entry in row]
     others = [axis for axis in axes if axis != LAYERS]
     if others == [EMBED]:
@@ -121,10 +121,6 @@ def _members(axis: Any) -> tuple[str, ...]:
     if isinstance(axis, MergedDim):
         return tuple(name for name, _ in axis.members)
     return (axis,)
-
-
-def _has(axis: Any, name: str) -> bool:
-    return name in _members(axis)
 
 
 def _renamed(entry: Spelled, old: str, new: str) -> Spelled:

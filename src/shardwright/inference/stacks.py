@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from shardwright.inference.atoms import AtomDim, finest, size_of
 from shardwright.inference.evidence import Evidence
@@ -99,10 +99,6 @@ def guess_chosen(names: Names) -> None:
             names.give(use.dim, EXPERT, why, guess=True)
 
 
-def _joined(dims: Iterable[AtomDim]) -> AtomDim:
-    return tuple(atom for dim in dims for atom in dim)
-
-
 def _routed(facts: Facts) -> Iterator[TableLookup]:
     return (
         lookup for lookup in facts.lookups if not lookup.of_data and lookup.depends_on == "both"
@@ -121,7 +117,9 @@ def matmuls_of_selected(facts: Facts) -> Iterator[Matmul]:
             made = tuple(dim for dim in free if finest(dim) and row.issuperset(finest(dim)))
             # The selected row is a matrix: one of its dims is summed over, another one is in the
             # result.
-            if made and not row.isdisjoint(finest(_joined(matmul.contracted))):
+            if made and not row.isdisjoint(
+                atom for dim in matmul.contracted for atom in finest(dim)
+            ):
                 yield Matmul(
                     batch=(lookup.key,),
                     contracted=matmul.contracted,

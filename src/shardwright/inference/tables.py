@@ -65,15 +65,12 @@ def _name_row(names: Names, lookup: TableLookup, *, guess: bool) -> None:
     """
     dims = [dim for dim in lookup.row if finest(dim)]
     is_square = len(dims) == 1 and size_of(finest(dims[0])) == _rows(lookup)
-    if len(dims) > 1 or (is_square and not _is_read(names.facts, dims[0])):
+    read = summed_over(names.facts.projections)
+    if len(dims) > 1 or (is_square and read.isdisjoint(finest(dims[0]))):
         guess = True
     for dim in dims:
         why = Evidence("rows of a table looked up by the inputs", lookup.location)
         names.give(dim, EMBED, why, sure=not guess, guess=guess)
-
-
-def _is_read(facts: Facts, dim: AtomDim) -> bool:
-    return not summed_over(facts.projections).isdisjoint(finest(dim))
 
 
 def _tables(facts: Facts, results: Sequence[ArrayFacts]) -> list[Tables]:
@@ -145,17 +142,13 @@ def _ends(
 ) -> Iterator[tuple[AtomDim, EquationLocation | None]]:
     """Yield the last dim of the first result, and the dims that labels select from."""
     if results and results[0].dims:
-        yield results[0].dims[-1], _maker(facts, results[0].dims[-1])
+        last = results[0].dims[-1]
+        # `outputs_of` keeps the first matmul of a dim, so in reverse order it keeps the last.
+        outputs = outputs_of(reversed(facts.projections))
+        yield last, next((outputs[atom] for atom in finest(last) if atom in outputs), None)
     for lookup in facts.lookups:
         if lookup.of_data and lookup.depends_on == "inputs":
             yield lookup.key, lookup.location
-
-
-def _maker(facts: Facts, dim: AtomDim) -> EquationLocation | None:
-    """Return the last matmul with a weight that has a dim, or None."""
-    # `outputs_of` keeps the first matmul of a dim, so in reverse order it keeps the last.
-    outputs = outputs_of(reversed(facts.projections))
-    return next((outputs[atom] for atom in finest(dim) if atom in outputs), None)
 
 
 def name_logits(names: Names, results: Sequence[ArrayFacts]) -> None:

@@ -192,7 +192,10 @@ def _faults(cells: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         if type(value) is not int or value < (key != "cube"):
             yield key, f"{value!r} is not a positive integer", f"write {key} = 4"
     shapes = cells.get("shapes", [])
-    if not isinstance(shapes, list) or not all(_is_shape(text) for text in shapes):
+    if not isinstance(shapes, list) or not all(
+        isinstance(text, str) and re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4}){0,3}", text)
+        for text in shapes
+    ):
         yield "shapes", f"{shapes!r} is not a list of shapes", 'write shapes = ["2x2", "2x4"]'
     for key in (*_CELLS, *_OPTIONAL):
         if key not in cells:
@@ -211,10 +214,6 @@ def _faults(cells: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
                 f"{cell!r} has a value that is not a positive number",
                 "write a positive number",
             )
-
-
-def _is_shape(text: Any) -> bool:
-    return isinstance(text, str) and re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4}){0,3}", text) is not None
 
 
 def _chip(name: str, cells: Mapping[str, Any]) -> Chip:

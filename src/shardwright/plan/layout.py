@@ -144,7 +144,15 @@ def lay_out(topology: Topology, sizes: Mapping[str, int]) -> Layout:
     sides = {side: length for side, length in topology.sides.items() if length > 1}
     taken = _whole_sides(sides, sizes) or _parts_of_sides(sides, sizes)
     parts = {
-        axis: tuple(_part(topology, side, length) for side, length in taken[axis].items())
+        axis: tuple(
+            AxisPart(
+                side=side,
+                size=length,
+                whole=length == topology.sides[side],
+                ring=length == topology.sides[side] and topology.is_ring(side),
+            )
+            for side, length in taken[axis].items()
+        )
         for axis in sizes
     }
     return Layout(topology=topology, parts=parts, crossing=crossing)
@@ -244,8 +252,3 @@ def _splits(free: Mapping[str, int], size: int) -> Iterator[dict[str, int]]:
         if most % length == 0 and size % length == 0:
             for rest in _splits(dict(others), size // length):
                 yield {side: length, **rest}
-
-
-def _part(topology: Topology, side: str, size: int) -> AxisPart:
-    whole = size == topology.sides[side]
-    return AxisPart(side=side, size=size, whole=whole, ring=whole and topology.is_ring(side))

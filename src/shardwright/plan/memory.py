@@ -197,7 +197,7 @@ def leaf_bytes(value: Any, sharding: Any, *, path: str = "") -> LeafBytes:
 
 def _spread(structure: Any, tree: Any, shardings: Any) -> list[Any]:
     """Return the sharding of each array. A sharding may cover a whole subtree."""
-    covers, outer = jax.tree.flatten(shardings, is_leaf=_is_sharding)
+    covers, outer = jax.tree.flatten(shardings, is_leaf=lambda leaf: isinstance(leaf, Sharding))
     try:
         parts = outer.flatten_up_to(tree)  # type: ignore[attr-defined]
     except ValueError as error:
@@ -210,10 +210,6 @@ def _spread(structure: Any, tree: Any, shardings: Any) -> list[Any]:
     ]
     assert len(each) == structure.num_leaves
     return each
-
-
-def _is_sharding(value: object) -> bool:
-    return isinstance(value, Sharding)
 
 
 def _replicated_over(sharding: Sharding) -> tuple[str, ...] | None:

@@ -38,7 +38,8 @@ def find_renaming(
             if before is not after:
                 return None
             continue
-        for held, goal in _dims(before, after, old, new):
+        for at in range(max(len(before), len(after))):
+            held, goal = _names(before, at, old), _names(after, at, new)
             if not _extend(renaming, held, goal, old, new):
                 return None
     used = {axis for axes in renaming.values() for axis in axes}
@@ -46,14 +47,6 @@ def find_renaming(
     left = [axis for axis, size in old.items() if size > 1 and axis not in renaming]
     free = [axis for axis, size in new.items() if size > 1 and axis not in used]
     return renaming if _extend(renaming, left, free, old, new) else None
-
-
-def _dims(
-    before: PartitionSpec, after: PartitionSpec, old: Mapping[str, int], new: Mapping[str, int]
-) -> Iterable[tuple[list[str], list[str]]]:
-    """Yield, for each dim, the mesh axes of more than one device on the old and the new mesh."""
-    for at in range(max(len(before), len(after))):
-        yield _names(before, at, old), _names(after, at, new)
 
 
 def _names(spec: PartitionSpec, at: int, sizes: Mapping[str, int]) -> list[str]:

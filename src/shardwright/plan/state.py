@@ -197,7 +197,8 @@ def count_tensors(
             missing.append(f"{tensor.path or 'a tensor'} {reason}")
             continue
         value = jax.ShapeDtypeStruct(tensor.shape or (), tensor.dtype)
-        category = _category(role, tensor.path in cached)
+        category = Category.OPTIMIZER if role is Role.STATE else Category.PARAMETERS
+        category = Category.CACHE if tensor.path in cached else category
         arrays.append(
             CountedArray(path=tensor.path, value=value, source=request, category=category)
         )
@@ -228,12 +229,6 @@ def _reason_missing(tensor: Tensor, role: Role, *, cached: bool) -> str:
     if tensor.shape is None:
         return "has no shape"
     return "" if is_dtype(tensor.dtype) else "has no dtype"
-
-
-def _category(role: Role, cached: bool) -> Category:
-    if cached:
-        return Category.CACHE
-    return Category.OPTIMIZER if role is Role.STATE else Category.PARAMETERS
 
 
 def read_holds(shapes: Sequence[Any], holds: Any) -> list[Category | None]:

@@ -184,7 +184,11 @@ def parse_hlo(text: str) -> Module:
             "the text is not a compiled program: it does not start with HloModule",
             fix="pass jitted.lower(...).compile()",
         )
-    lines = _BROKEN.sub(_join_lines, _COMMENT.sub("", text)).splitlines()
+    lines = _BROKEN.sub(
+        # The line breaks move to the end, so that other lines keep their numbers.
+        lambda broken: broken[0].replace("\n", "") + "\n" * broken[0].count("\n"),
+        _COMMENT.sub("", text),
+    ).splitlines()
     head = lines[0]
     computations: dict[str, Computation] = {}
     entry = None
@@ -205,11 +209,6 @@ def parse_hlo(text: str) -> Module:
         replicas=_number(head, "replica_count"),
         frames=source_lines(lines),
     )
-
-
-def _join_lines(broken: re.Match[str]) -> str:
-    # The line breaks move to the end, so that other lines keep their numbers.
-    return broken[0].replace("\n", "") + "\n" * broken[0].count("\n")
 
 
 def _number(head: str, key: str) -> int:

@@ -74,7 +74,11 @@ def read_collectives(
     collectives = tuple(
         collective for collective in reader.visit(entry, 1, False) if collective.devices > 1
     )
-    _check_all_seen(module, reader)
+    if missed := sorted(reader.holding - reader.seen):
+        raise ProgramError(
+            f"no known instruction runs {missed[0]}, which contains collectives",
+            fix="report it; collectives are never skipped",
+        )
     return collectives
 
 
@@ -363,13 +367,3 @@ def _device_positions(
         f"but the mesh {dict(sizes)} has {size}",
         fix="pass the mesh that the program's arrays are sharded over",
     )
-
-
-def _check_all_seen(module: Module, reader: _Reader) -> None:
-    """Check that every computation with a collective was visited."""
-    missed = sorted(reader.holding - reader.seen)
-    if missed:
-        raise ProgramError(
-            f"no known instruction runs {missed[0]}, which contains collectives",
-            fix="report it; collectives are never skipped",
-        )

@@ -331,7 +331,11 @@ class _Search:
                 first_error = first_error or error
                 continue
             except ShardingError as error:
-                reason = _reason(error)
+                # Equal reasons are counted together.
+                first = error.problems[0]
+                reason = (
+                    f"{first.error.__name__} {first.axis}" if first.axis else first.error.__name__
+                )
                 self.dropped[reason] += 1
                 self.examples.setdefault(reason, f"{point}: {error.problems[0]}")
                 first_error = first_error or error
@@ -503,10 +507,3 @@ def _tokens(given: Any) -> int:
 
 def _ordered(dropped: Counter[str]) -> dict[str, int]:
     return dict(sorted(dropped.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _reason(error: ShardingError) -> str:
-    """Return the error class and the axis of the first problem, to count equal reasons."""
-    problem = error.problems[0]
-    axis = f" {problem.axis}" if problem.axis else ""
-    return f"{problem.error.__name__}{axis}"

@@ -218,15 +218,13 @@ def default_strategies(programs: Mapping[str, Program]) -> dict[str, Strategy]:
     from shardwright.strategy.model import Strategy
 
     names = [*(TRAIN if MODE_TRAIN in programs else SERVE)]
-    if MODE_TRAIN in programs and any(map(_has_experts, programs.values())):
+    if MODE_TRAIN in programs and any(
+        _names_experts(getattr(leaf, "axes", leaf))
+        for program in programs.values()
+        for leaf in jax.tree.leaves(program.specs, is_leaf=is_annotation)
+    ):
         names.append(EXPERTS)
     return {name: Strategy.preset(name) for name in names}
-
-
-def _has_experts(program: Program) -> bool:
-    """Tell whether an annotation of the arguments names EXPERT."""
-    leaves = jax.tree.leaves(program.specs, is_leaf=is_annotation)
-    return any(_names_experts(getattr(leaf, "axes", leaf)) for leaf in leaves)
 
 
 def _names_experts(axes: Any) -> bool:

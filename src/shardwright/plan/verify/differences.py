@@ -153,7 +153,16 @@ def _known_reasons(
             gathers,
             sum(map(_wire, gathers)) // 2,
         )
-    permutes = [] if Kind.PERMUTE in row.planned else _in_matmuls(collectives)
+    permutes = (
+        []
+        if Kind.PERMUTE in row.planned
+        else [
+            each
+            for each in collectives
+            if each.kind is Kind.PERMUTE
+            and each.op_name.rpartition("/")[2].startswith("dot_general")
+        ]
+    )
     converted = _converted(events, collectives, permutes)
     if permutes:
         missing = {
@@ -186,14 +195,6 @@ def _known_reasons(
                 members,
                 min(more, sum(map(_wire, members))),
             )
-
-
-def _in_matmuls(collectives: Sequence[Collective]) -> list[Collective]:
-    return [
-        each
-        for each in collectives
-        if each.kind is Kind.PERMUTE and each.op_name.rpartition("/")[2].startswith("dot_general")
-    ]
 
 
 class _Converted(NamedTuple):

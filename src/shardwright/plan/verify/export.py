@@ -121,7 +121,10 @@ def export_program(
     return Exported(
         program=bytes(exported.serialize()),
         text=_LOCATION.sub("", exported.mlir_module()),
-        specs=tuple(_axes_of(argument.sharding) for argument in arguments),
+        specs=tuple(
+            tuple(entry_names(entry) for entry in argument.sharding.spec.partitions)
+            for argument in arguments
+        ),
         donated=positions,
         mesh=dict(shape),
     )
@@ -139,10 +142,6 @@ _CALLS = [
         *("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"),
     )
 ]
-
-
-def _axes_of(sharding: NamedSharding) -> tuple[tuple[str, ...], ...]:
-    return tuple(entry_names(entry) for entry in sharding.spec.partitions)
 
 
 def _argument(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,13 @@ def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any
     # The shardings are given anew: the serialized program lacks those of unused arguments, which
     # would be compiled replicated.
     arguments = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, _spec(entries)))
+        jax.ShapeDtypeStruct(
+            aval.shape,
+            aval.dtype,
+            sharding=NamedSharding(
+                mesh, PartitionSpec(*(tuple(names) or None for names in entries))
+            ),
+        )
         for aval, entries in zip(exported.in_avals, request["specs"], strict=True)
     ]
     options: dict[str, Any] = {}
@@ -70,10 +76,6 @@ def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any
         "memory": {name: int(getattr(memory, f"{name}_in_bytes")) for name in _MEMORY},
         "collectives": [each.to_json() for each in read_collectives(compiled, mesh)],
     }
-
-
-def _spec(entries: Sequence[Sequence[str]]) -> PartitionSpec:
-    return PartitionSpec(*(tuple(names) or None for names in entries))
 
 
 def make_mesh(request: Mapping[str, Any]) -> Mesh:

@@ -451,7 +451,9 @@ def _add_local(
         _mark_reduced(name, used)
         source = _jax.source_line(equation) or ""
         births = [
-            _labeled(_born(name, _bytes(aval), used), _dtype(aval), aval.shape, source)
+            _labeled(
+                _born(name, _bytes(aval), used), getattr(aval, "dtype", ""), aval.shape, source
+            )
             # The result of an asynchronous collective is a future of its array.
             for aval in (getattr(each.aval, "inner_aval", each.aval) for each in equation.outvars)
         ]
@@ -467,10 +469,6 @@ def _add_local(
             matmul=name == "dot_general",
         )
     return [buffer(variable) for variable in jaxpr.outvars]
-
-
-def _dtype(aval: Any) -> Any:
-    return getattr(aval, "dtype", "")
 
 
 def _bytes(aval: Any) -> int:

@@ -72,7 +72,8 @@ def scan(step: PlanStep) -> list[ShardedValue]:
     for start, end, variable in zip(carry, ends, body.outvars, strict=False):
         if not start.free:
             # A `while` of XLA has one sharding per carry: a round ends as the next one begins.
-            step.doubt(_turned(start, end), _CARRY)
+            turned = [{*old} ^ {*new} for old, new in zip(start.dims, end.dims, strict=True)]
+            step.doubt(frozenset().union(*turned), _CARRY)
             step.ledger.move(end, variable.aval, start.dims, location, origins=start.origins)
     stacked = [
         step.ledger.settle(end, variable.aval, location)
@@ -140,12 +141,6 @@ def _carried(
             for start, end, takes in zip(carry, ends, taken, strict=False)
         ]
     return carry
-
-
-def _turned(start: ShardedValue, end: ShardedValue) -> frozenset[str]:
-    """Return the mesh axes that are in other dims of a carry after the body than before it."""
-    pairs = zip(start.dims, end.dims, strict=True)
-    return frozenset(axis for old, new in pairs for axis in {*old} ^ {*new})
 
 
 def _takes(start: ShardedValue, end: ShardedValue) -> bool:

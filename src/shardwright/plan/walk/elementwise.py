@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -27,7 +27,11 @@ def elementwise(step: PlanStep) -> list[ShardedValue]:
     if step.name in ADDITIONS:
         operands = [step.maybe_partial(at) for at in range(len(step.values))]
         # XLA's AllReduceReassociate: the sum of two all-reduces is one all-reduce of a sum.
-        if _owe_alike(operands):
+        first = operands[0]
+        if first.owed and all(
+            value.owed == first.owed and value.dims == first.dims and not value.free
+            for value in operands
+        ):
             alike = len({value.sum_dtype for value in operands}) == 1
             return [operands[0] if alike else replace(operands[0], sum_dtype="")]
     values = [step.whole(at) for at in range(len(step.values))]
@@ -61,13 +65,6 @@ def _converted(step: PlanStep, value: ShardedValue) -> ShardedValue:
         return replace(value, sum_dtype=value.sum_dtype or str(before), widened_from="")
     wider = after.itemsize > before.itemsize and before.kind not in _EXACT
     return replace(value, widened_from=str(before) if wider else "")
-
-
-def _owe_alike(values: Sequence[ShardedValue]) -> bool:
-    first = values[0]
-    return bool(first.owed) and all(
-        value.owed == first.owed and value.dims == first.dims and not value.free for value in values
-    )
 
 
 def _agreed(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -48,7 +48,11 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
     """
     value = step.whole(0)
     shape, update_rank = step.avals[0].shape, step.avals[2].ndim
-    pairs = _update_dims(step.equation)
+    known = correspondence(step.equation)
+    assert known is not None
+    # Operand dim -> update dim, for the dims that both share.
+    of_table, _, of_updates = known.operands
+    pairs = {at: of_updates.index(own) for at, own in enumerate(of_table) if own in of_updates}
     updates = step.equation.invars[2]
     if value.free and step.wanted[0] is not None and not isinstance(updates, Literal):
         # Updates that are a partial sum are added where their columns are needed.
@@ -58,7 +62,9 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
     made, rows = value.free, [at for at in range(update_rank) if at not in pairs.values()]
     if made:
         update = _with_rows(step, update)
-        dims = step.wanted[0] or _followed(value.dims, update.dims, pairs)
+        dims = step.wanted[0] or tuple(
+            update.dims[pairs[at]] if at in pairs else axes for at, axes in enumerate(value.dims)
+        )
         value = ShardedValue(dims=dims, origins=update.origins)
     held: dict[Name, Dims] = {
         "table": value.dims,
@@ -86,15 +92,10 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
         step.move(2, tuple(targets))
     # XLA moves indices of several dims before it joins them, and only those that are sharded.
     if update.free or (not made and step.avals[1].shape[-1] == 1):
-        _move_indices(step, targets)
-    return [ShardedValue(dims=value.dims, origins=value.origins)]
-
-
-def _move_indices(step: PlanStep, updates: Sequence[tuple[str, ...]]) -> None:
-    """Move the indices to where their updates are."""
-    if not step.whole(1).free:
         windows = step.parameters["dimension_numbers"].update_window_dims
-        step.move(1, (*(axes for at, axes in enumerate(updates) if at not in windows), ()))
+        if not step.whole(1).free:
+            step.move(1, (*(axes for at, axes in enumerate(targets) if at not in windows), ()))
+    return [ShardedValue(dims=value.dims, origins=value.origins)]
 
 
 def _with_rows(step: PlanStep, update: ShardedValue) -> ShardedValue:
@@ -108,19 +109,6 @@ def _with_rows(step: PlanStep, update: ShardedValue) -> ShardedValue:
     for at, axes in zip(rows, index.dims[:-1], strict=False):
         dims[at] = axes
     return ShardedValue(dims=tuple(dims), free=True, origins=index.origins)
-
-
-def _update_dims(equation: Any) -> dict[int, int]:
-    """Return operand dim -> update dim, for the dims that operand and updates share."""
-    known = correspondence(equation)
-    assert known is not None
-    table, _, updates = known.operands
-    return {dim: updates.index(own) for dim, own in enumerate(table) if own in updates}
-
-
-def _followed(dims: Dims, update: Dims, pairs: dict[int, int]) -> Dims:
-    """Return the dims of an operand that takes the sharding of its updates."""
-    return tuple(update[pairs[at]] if at in pairs else axes for at, axes in enumerate(dims))
 
 
 def _targets(dims: Dims, update: Dims, pairs: dict[int, int]) -> Dims:

@@ -145,7 +145,10 @@ class Timeline:
         if self.recomputes:
             # Another order of matmuls cannot save what every compiler keeps.
             low -= max(low - sure, 0) // _REMAT
-        return Peak(sure=sure, low=low, high=high, kinds=_by_kind(live), live=live)
+        kinds: Counter[str] = Counter()
+        for present in live:
+            kinds[present.kind] += present.size
+        return Peak(sure=sure, low=low, high=high, kinds=dict(kinds), live=live)
 
     def _sure(self, way: _Lifetimes, results: Sequence[Buffer], outputs: frozenset[Buffer]) -> int:
         """Return the bytes of the values that every compiler keeps."""
@@ -372,10 +375,3 @@ def _live(present: Iterable[Buffer], entry: Entry, kinds: Mapping[Buffer, str]) 
         if sum(sizes)
     ]
     return tuple(sorted(live, key=lambda each: -each.size))
-
-
-def _by_kind(live: Iterable[Live]) -> dict[str, int]:
-    kinds: Counter[str] = Counter()
-    for each in live:
-        kinds[each.kind] += each.size
-    return dict(kinds)

@@ -114,21 +114,15 @@ def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[st
         elif (body := called_jaxpr(equation)) is not None:
             _follow(body, step, location, origins)
         elif name == "cond":
-            _follow_branches(equation, step, location, origins)
+            # The collectives of each branch may run, and the most work of one of them does.
+            done, of_branches = ledger.work, []
+            for branch in run_bodies(equation):
+                ledger.work = Work()
+                _follow(branch.jaxpr, step, dataclasses.replace(location, maybe=True), origins)
+                of_branches.append(ledger.work)
+            ledger.work = done + Work.either(of_branches)
         elif name in _UNCOUNTED or (name not in step.scope.known and name not in _LOCAL):
             ledger.unknown[name] += 1
-
-
-def _follow_branches(
-    equation: Any, step: PlanStep, location: WalkLocation, origins: dict[str, Origin]
-) -> None:
-    """Note the collectives of each branch, and the most work of a branch."""
-    ledger, before, work = step.ledger, step.ledger.work, []
-    for branch in run_bodies(equation):
-        ledger.work = Work()
-        _follow(branch.jaxpr, step, dataclasses.replace(location, maybe=True), origins)
-        work.append(ledger.work)
-    ledger.work = before + Work.either(work)
 
 
 def _is_scattered(equation: Any, jaxpr: Any, step: PlanStep) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from shardwright.plan.collectives.collective import Kind
@@ -241,9 +241,13 @@ def _with_both(
     origins = {before[axis] for axis in moved}
     ends = {after[axis] for axis in moved}
     losing = {before[axis] for axis in gone}
-    whole = _cut_inside(held, goal, moved, gone)
-    if whole:
-        # XLA gathers the whole dim, and slices it again.
+    if any(
+        axis in moved and gone.intersection(dim[at + 1 :])
+        for dim in held
+        for at, axis in enumerate(dim)
+    ):
+        # A mesh axis leaves a dim in which one that no dim will have comes after it. XLA gathers
+        # the whole dim, and slices it again.
         transfers, _ = _gathered(held, {*gone, *moved}, sizes)
         return ValueMove(transfers=tuple(transfers))
     doubtful = frozenset(moved | gone)
@@ -269,13 +273,3 @@ def _with_both(
     first = _exchanged(held, current, middle, sizes, moved)
     transfers, _ = _gathered(middle, gone, sizes)
     return ValueMove(transfers=(*first.transfers, *transfers), doubtful=first.doubtful)
-
-
-def _cut_inside(held: Dims, goal: Dims, moved: set[str], gone: set[str]) -> bool:
-    """Tell whether a mesh axis leaves a dim in which one that no dim will have comes after it."""
-
-    def pairs() -> Iterator[tuple[Sequence[str], int]]:
-        for dim in held:
-            yield from ((dim, at) for at, axis in enumerate(dim) if axis in moved)
-
-    return any(set(dim[at + 1 :]) & gone for dim, at in pairs())

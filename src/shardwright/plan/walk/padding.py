@@ -81,22 +81,20 @@ def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
         for birth in births
         if name == "transpose" and birth is not None and max(birth.shape, default=0) < _LANES
     ]
-    sizes = [_tiled_bytes(birth) for birth in short]
+    sizes = []
+    for birth in short:
+        dims = sorted(size for size in birth.shape[1:] if size >= _SUBLANES)
+        if len(birth.shape) > _MATRIX and len(dims) >= _MATRIX:
+            # A short dim is along the lanes, and another one across.
+            lanes, rows = dims[:2]
+            tiles = _LANES * -(-rows // _SUBLANES) * _SUBLANES
+            sizes.append(birth.size // (lanes * rows) * tiles)
     return [
         Buffer(size=size, kind=TEMPORARY, min_bytes=least)
         for size in sizes
         if size
         for least in (size, 0)
     ]
-
-
-def _tiled_bytes(buffer: Buffer) -> int:
-    """Return the bytes of an array of which a short dim is along the lanes, and another across."""
-    dims = sorted(size for size in buffer.shape[1:] if size >= _SUBLANES)
-    if len(buffer.shape) <= _MATRIX or len(dims) < _MATRIX:
-        return 0
-    lanes, rows = dims[:2]
-    return buffer.size // (lanes * rows) * _LANES * -(-rows // _SUBLANES) * _SUBLANES
 
 
 def _padded_bytes(buffer: Buffer) -> int:

@@ -197,19 +197,15 @@ def _follow(step: PlanStep) -> Sequence[ShardedValue]:
             runs = most_runs(step.values)
             results = [dataclasses.replace(value, runs=runs) for value in results]
         if step.place in step.scope.masks:
-            results = [_as_equal_ones(step, results[0])]
+            # The sharding that the uses of this mask and those of equal masks require.
+            masks, origins = step.scope.masks[step.place], step.scope.mask_origins
+            mask = shared_mask(results[0], masks, origins)
+            own = results[0].mesh_axes | axes_of(step.wanted[0] or ())
+            step.doubt(mask.mesh_axes - own, _MASKS)
+            results = [mask]
         return with_buffers(step, results)
     step.ledger.unknown[step.name] += 1
     return with_buffers(step, step.replicated())
-
-
-def _as_equal_ones(step: PlanStep, mask: ShardedValue) -> ShardedValue:
-    """Return a mask with the sharding that its uses and those of equal masks require."""
-    shared = shared_mask(mask, step.scope.masks[step.place], step.scope.mask_origins)
-    asked = step.wanted[0]
-    own = mask.mesh_axes if asked is None else mask.mesh_axes | axes_of(asked)
-    step.doubt(shared.mesh_axes - own, _MASKS)
-    return shared
 
 
 def written_target(equation: Any, ledger: Ledger) -> ShardedValue | None:

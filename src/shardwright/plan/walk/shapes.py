@@ -18,6 +18,7 @@ from shardwright.plan.walk.values import (
     ShardedValue,
     axes_of,
     explicit_axes,
+    merged_origins,
     shards,
     typed_dims,
     with_kept,
