@@ -213,6 +213,31 @@ def test_scalars_and_keys_are_replicated() -> None:
             assert len(traces) == 1
 
 
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_donated_state_of_any_kind_compiles_once(axis_types: Any) -> None:
+    mesh = cpu_mesh("fsdp:2,tp:4", axis_types=axis_types)
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh)
+    host = jax.NamedSharding(mesh, jax.P("fsdp"), memory_kind="pinned_host")
+    state = {
+        "host": jax.device_put(np.ones((8, 8), np.float32), host),
+        "key": jax.random.key(0),
+        "number": 1.5,
+        "p": pm.shard(np.ones((8, 8), np.float32), sw.EMBED, sw.EMPTY),
+        "scalar": np.float32(2),
+        "weak": jnp.asarray(1.5),
+    }
+
+    def step(state: Any) -> Any:
+        kept = jax.device_put(state["host"], jax.memory.Space.Device) + 1
+        key = jax.random.split(state["key"])[0]
+        rest = {name: state[name] + 1 for name in state if name not in ("host", "key")}
+        return {**rest, "host": kept, "key": key}, None
+
+    jitted = pm.jit_step(step, state)
+    again = [lambda out: (out[0],)] * 2
+    sw.testing.assert_no_retrace(jitted, (state,), *again)
+
+
 @pytest.mark.parametrize("value", [jnp.zeros((), jnp.float32), jax.random.split(jax.random.key(0))])
 def test_placed_scalars_are_not_moved(value: Any) -> None:
     """A scalar on another mesh or device was placed by somebody, so the call would be refused."""

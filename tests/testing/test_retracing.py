@@ -73,6 +73,39 @@ def test_result_sharded_unlike_its_argument(golden: Golden) -> None:
     golden(failing(lambda: assert_no_retrace(step, ({"w": placed(pm)}["w"],), lambda out: (out,))))
 
 
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_changed_leaf_of_any_kind_is_named(axis_types: Any) -> None:
+    pm = sw.PartitionManager(
+        sw.Strategy.preset("fsdp"), mesh=cpu_mesh("fsdp:8", axis_types=axis_types)
+    )
+    host = jax.NamedSharding(pm.mesh, P("fsdp"), memory_kind="pinned_host")
+    kinds = {
+        "counter": jnp.int32(0),
+        "host": jax.device_put(jnp.ones((8, 4)), host),
+        "key": jax.random.key(0),
+        "number": 1.5,
+        "numpy": np.ones((8, 4)),
+        "one_device": jnp.ones((8, 4)),
+        "scalar": np.float32(2),
+        "weak": jnp.asarray(1.5),
+    }
+
+    def step(state: Any) -> Any:
+        kept = jax.device_put(state["opt"]["host"], jax.memory.Space.Device)
+        key = jax.random.split(state["opt"]["key"])[0]
+        rest = {name: state["opt"][name] + 1 for name in kinds if name not in ("host", "key")}
+        return {"w": state["w"] + 1, "opt": {**rest, "host": kept, "key": key}}
+
+    # Equal specs of two spellings are no change: Explicit axes give the result P("fsdp", None).
+    state = {"w": placed(pm), "opt": kinds}
+    with pm:
+        message = failing(
+            lambda: assert_no_retrace(jax.jit(step), (state,), lambda state: (state,))
+        )
+    rows = [line.split()[0] for line in message.splitlines() if line.startswith("0/")]
+    assert rows == [f"0/opt/{name}" for name in kinds]
+
+
 def test_changed_arguments() -> None:
     pm = manager()
     step = jax.jit(lambda x, y=None: x * 2)

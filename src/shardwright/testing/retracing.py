@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, Sharding
 
 from shardwright._jax import Compilations, watch_compilations
 from shardwright.errors import ShardingError
 from shardwright.manager import context
 from shardwright.plan.memory import leaf_bytes
+from shardwright.resolution.partition_specs import canonical_spec, spec_text
 from shardwright.show.tables import table
 from shardwright.testing.placements import sharding_text
 from shardwright.testing.programs import function_name
@@ -114,8 +116,19 @@ def _text(value: Any) -> str:
         return type(value).__name__
     shape = "x".join(map(str, np.shape(value))) or "scalar"
     weak = " weak" if getattr(value, "weak_type", False) else ""
-    sharding = f" {sharding_text(value.sharding)}" if isinstance(value, jax.Array) else " numpy"
-    return f"{value.dtype}{weak} {shape}{sharding}"
+    sharding = _sharding_text(value.sharding) if isinstance(value, jax.Array) else "numpy"
+    return f"{value.dtype}{weak} {shape} {sharding}"
+
+
+def _sharding_text(sharding: Sharding) -> str:
+    """Return what JAX compares of a sharding: the spec, the axis types and the kind of memory."""
+    text = sharding_text(sharding)
+    if isinstance(sharding, NamedSharding):
+        if not (sharding.spec.unreduced or sharding.spec.reduced):
+            text = spec_text(canonical_spec(sharding.spec.partitions))  # a final None says nothing
+        if AxisType.Explicit in sharding.mesh.axis_types:
+            text += " explicit"
+    return text if sharding.memory_kind in (None, "device") else f"{text} {sharding.memory_kind}"
 
 
 def _bytes(value: Any) -> str:
