@@ -120,7 +120,7 @@ def test_one_chunk_per_shard_is_refused() -> None:
 
 
 def test_no_shards() -> None:
-    with raises(AttentionError, 0, path="shards", fix="sequence"):
+    with raises(AttentionError, "shards", 0, fix="shards"):
         zigzag.positions(10, shards=0)
 
 

@@ -49,14 +49,6 @@ MAKING: dict[str, tuple[dict[str, Any], str]] = {
         {"order": "interleaved"},
         facts("interleaved", path="order", fix="caches.RowOrder"),
     ),
-    "order of fractions": (
-        {"order": RowOrder(block=2.0, shards=2)},
-        facts("block", "2.0", fix="block"),
-    ),  # type: ignore[arg-type]
-    "order of truth": (
-        {"order": RowOrder(block=True)},
-        facts("block", "True", fix="block"),
-    ),
     "order without a block": (
         {"order": RowOrder(shards=2)},
         facts("RowOrder", "shards", 2, path="order", fix="RowOrder"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from shardwright.caches import RowOrder
 from shardwright.errors import CacheError
-from tests.raising import Facts, facts, raises
+from tests.raising import raises
 
 ORDERS = [
     RowOrder(),
@@ -55,17 +57,14 @@ def test_blocks_go_to_the_shards_in_turn() -> None:
         assert on_shards.max() - on_shards.min() <= 2
 
 
+def test_rows_that_do_not_divide() -> None:
+    with raises(CacheError, 12, 5, 2, path="order", fix=5):
+        RowOrder(block=5, shards=2).check(12)
+
+
 @pytest.mark.parametrize(
-    ("order", "message"),
-    [
-        (
-            RowOrder(block=5, shards=2),
-            facts(12, 5, 2, path="order", fix="5"),
-        ),
-        (RowOrder(block=0, shards=2), facts("block", 0, fix="block")),
-        (RowOrder(block=1, shards=0), facts("shards", 0, fix="shards")),
-    ],
+    ("name", "value"), [("block", 0), ("shards", 0), ("block", 2.0), ("block", True)]
 )
-def test_rows_that_do_not_divide(order: RowOrder, message: Facts) -> None:
-    with raises(CacheError, message):
-        order.check(12)
+def test_sizes_of_an_order(name: str, value: Any) -> None:
+    with raises(CacheError, name, value, path=name, fix=name):
+        RowOrder(**{name: value})

@@ -183,8 +183,8 @@ def test_invalid_shapes(call: Any, says: Facts) -> None:
 @pytest.mark.parametrize(
     ("positions", "theta", "says"),
     [
-        (jnp.ones((1, 2)), 1e4, facts("float32", path="positions", fix="int32")),
-        ([[0, 1]], 1e4, facts("list", path="positions", fix="int32")),
+        (jnp.ones((1, 2)), 1e4, facts("float32", path="positions", fix="integers")),
+        ([[0, 1]], 1e4, facts("list", path="positions", fix="integers")),
         (jnp.array([[0, 1]]), 0, facts(0, path="theta")),
         (jnp.array([[0, 1]]), True, facts("True", path="theta")),
         (jnp.array([[0, 1]]), float("nan"), facts("nan", path="theta")),

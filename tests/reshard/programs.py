@@ -95,9 +95,9 @@ def watch(patch: pytest.MonkeyPatch) -> Iterator[Watched]:
             assert not isinstance(block, jax.Array) or block.devices() != {device}
         return original_send(blocks, devices)
 
-    original_send = leaf.send
+    original_send = leaf.send_blocks
     with patch.context() as inner:
         for name in PROGRAMS:
             inner.setattr(leaf, name, watching(name))
-        inner.setattr(leaf, "send", send)
+        inner.setattr(leaf, "send_blocks", send)
         yield watched

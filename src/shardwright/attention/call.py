@@ -371,10 +371,6 @@ class Result:
     weights: Any = None
     kept: tuple[Any, ...] = ()
 
-    def without_kept(self) -> Result:
-        """Return the result without `kept`."""
-        return dataclasses.replace(self, kept=())
-
     def only(self, call: AttentionCall) -> Result:
         """Return the result without the arrays that the call does not ask for."""
         lse = self.lse if call.return_lse else None

@@ -240,7 +240,11 @@ def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
     """Rank the implementations for a sharded sequence by bytes sent."""
     specs = call.specs
     shards = call.shards(specs.kv_length or specs.q_length)
-    gathered = _gathered_bytes(call)
+    # The keys and values of one device's heads and sequences.
+    local_heads = call.kv_heads / call.shards(specs.kv_heads)
+    local_batch = call.batch / call.shards(specs.batch)
+    row = (call.head_dim + call.v_dim) * (4 if call.dtype == "float32" else 2)
+    gathered = int(local_heads * local_batch * call.kv_length * row)
     few = _few_queries(call, gathered * (shards - 1) // shards)
     # A ring sends keys and values n - 1 times; all-to-alls send queries and outputs too, but once.
     # Per row a ring sends (n - 1) * 2 * kv_heads vectors, and all-to-alls (n - 1) / n * 2 * (heads
@@ -273,15 +277,6 @@ def _few_queries(call: AttentionCall, keys_sent: int) -> list[tuple[str, str]]:
         return []
     sizes = f"{sent / 2**20:.3g} MiB of queries and results are fewer than {keys_sent / 2**20:.3g}"
     return [("flash_decode", f"{sizes} MiB of keys and values")]
-
-
-def _gathered_bytes(call: AttentionCall) -> int:
-    """Return the bytes of all keys and values of one device's heads and sequences."""
-    specs = call.specs
-    local_heads = call.kv_heads / call.shards(specs.kv_heads)
-    local_batch = call.batch / call.shards(specs.batch)
-    size = 4 if call.dtype == "float32" else 2
-    return int(local_heads * local_batch * call.kv_length * (call.head_dim + call.v_dim) * size)
 
 
 def _logit_bytes(call: AttentionCall) -> int:

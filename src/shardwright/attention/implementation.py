@@ -48,11 +48,6 @@ from shardwright.attention.kernels import (
 from shardwright.errors import AttentionError, did_you_mean
 
 
-def _no_inner_kernel(call: AttentionCall) -> str:
-    del call
-    return ""
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Implementation:
     """An implementation of attention.
@@ -73,7 +68,7 @@ class Implementation:
     run: Callable[[Operands, AttentionCall], Result]
     aliases: tuple[str, ...] = ()
     takes_scales: bool = False
-    inner: Callable[[AttentionCall], str] = _no_inner_kernel
+    inner: Callable[[AttentionCall], str] = lambda call: ""
 
     def refusals(self, call: AttentionCall) -> tuple[str, ...]:
         """Return every reason why a call cannot be served; empty if it can.

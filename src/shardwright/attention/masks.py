@@ -70,11 +70,21 @@ class MaskRules:
         return left, 0 if self.causal else right
 
     def __and__(self, other: MaskRules) -> MaskRules:
-        return MaskRules(
-            causal=self.causal or other.causal,
-            window=_both_windows(self.window, other.window),
-            chunk=_both_chunks(self.chunk, other.chunk),
-        )
+        window, chunk = self.window or other.window, self.chunk or other.chunk
+        if self.window is not None and other.window is not None:
+            left, right = (
+                min((side for side in sides if side is not None), default=None)
+                for sides in zip(self.window, other.window, strict=True)
+            )
+            window = left, right
+        if self.chunk is not None and other.chunk is not None:
+            chunk, longer = sorted((self.chunk, other.chunk))
+            if longer % chunk:
+                raise AttentionError(
+                    f"chunks of {chunk} and of {longer} positions do not nest",
+                    fix="use lengths of which one divides the other",
+                )
+        return MaskRules(causal=self.causal or other.causal, window=window, chunk=chunk)
 
 
 def _read_window(window: Any) -> Window:
@@ -93,27 +103,6 @@ def _read_window(window: Any) -> Window:
         )
     left, right = read
     return left, right
-
-
-def _both_windows(a: Window | None, b: Window | None) -> Window | None:
-    if a is None or b is None:
-        return a or b
-    left, right = (
-        min((side for side in sides if side is not None), default=None)
-        for sides in zip(a, b, strict=True)
-    )
-    return left, right
-
-
-def _both_chunks(a: int | None, b: int | None) -> int | None:
-    if a is None or b is None:
-        return a or b
-    if max(a, b) % min(a, b):
-        raise AttentionError(
-            f"chunks of {a} and of {b} positions do not nest",
-            fix="use lengths of which one divides the other",
-        )
-    return min(a, b)
 
 
 @functools.partial(

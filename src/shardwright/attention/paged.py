@@ -266,7 +266,14 @@ def _attend(
     shared = _shared_axes(call.specs)
     if shared:
         positions = positions[_sequences(call, ())]
-        shard, tables = _with_shared_sequences(shard, tables, call)
+        # The operands and tables of all sequences whose shards share pages with this one.
+        sequences = _sequences(call, shared)
+        tables = tables[sequences]
+        shard = shard.replace(
+            q=sequence.gather(shard.q, shared, dim=0),
+            q_positions=shard.q_positions[sequences],
+            lengths=shard.lengths[sequences],
+        )
     # The shards of the batch that share pages are joined by `return_sequences`, the others here.
     others = tuple(axis for axis in call.specs.kv_length if axis not in call.specs.batch)
     combine = flash_decode.combination(dataclasses.replace(call.specs, kv_length=others), call)
@@ -308,20 +315,6 @@ def _attend(
 def _shared_axes(specs: JointSpecs) -> tuple[str, ...]:
     """Return the mesh axes of the batch that shard the pages too."""
     return tuple(axis for axis in specs.batch if axis in specs.kv_length)
-
-
-def _with_shared_sequences(
-    shard: Operands, tables: jax.Array, call: AttentionCall
-) -> tuple[Operands, jax.Array]:
-    """Return the operands and tables of all sequences whose shards share pages with this one."""
-    shared = _shared_axes(call.specs)
-    sequences = _sequences(call, shared)
-    changed = {
-        "q": sequence.gather(shard.q, shared, dim=0),
-        "q_positions": shard.q_positions[sequences],
-        "lengths": shard.lengths[sequences],
-    }
-    return shard.replace(**changed), tables[sequences]
 
 
 def _sequences(call: AttentionCall, gathered: tuple[str, ...]) -> jax.Array:

@@ -8,7 +8,6 @@ then picks the kv heads that its queries read.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from jax.sharding import AbstractMesh
@@ -65,46 +64,13 @@ def resolve_joint(
       AttentionError: The rules for q, k and v do not go together.
     """
     ambient = _jax.ambient_mesh()
+    key_axes = REPEATED_KEY_AXES if repeated else KEY_AXES
     # The layers of a model make equal calls, so the specs are resolved once.
     specs: JointSpecs = manager.remember(
         ("resolve_joint", q, k, v, mode, repeated, ambient),
-        lambda: _resolve_joint(manager, q, k, v, mode, repeated, ambient),
+        lambda: _joint(manager, {"q": q, "k": k, "v": v}, mode, key_axes, ambient),
     )
     return specs
-
-
-def _resolve_joint(
-    manager: PartitionManager,
-    q: ArrayShape,
-    k: ArrayShape,
-    v: ArrayShape,
-    mode: str,
-    repeated: bool,
-    ambient: AbstractMesh | None,
-) -> JointSpecs:
-    resolve = functools.partial(_resolve, manager, mode, manager.manual_axes(ambient))
-    key_axes = REPEATED_KEY_AXES if repeated else KEY_AXES
-    queries, keys = resolve("q", QUERY_AXES, q), resolve("k", key_axes, k)
-    # v is resolved for its refusals. Its first three dims are those of k, so its mesh axes are too.
-    resolve("v", key_axes, v)
-    batch, q_length, heads, _ = _mesh_axes(queries)
-    kv_batch, kv_length, kv_heads, _ = _mesh_axes(keys)
-    if batch != kv_batch:
-        raise _mismatch("batch", batch, kv_batch, keys.decisions[0], dim=0)
-    # Leading axes of a dim give contiguous groups of shards, as `h * kv_heads // heads` needs. Over
-    # a trailing axis, neighbouring shards would have other kv heads.
-    if kv_heads != heads[: len(kv_heads)]:
-        raise _mismatch("heads", heads, kv_heads, keys.decisions[2], dim=2)
-    grouping, why = _grouping(heads, kv_heads, kv_length, keys.decisions[2].why)
-    return JointSpecs(
-        batch=batch,
-        q_length=q_length,
-        kv_length=kv_length,
-        heads=heads,
-        kv_heads=kv_heads,
-        grouping=grouping,
-        why=why,
-    )
 
 
 def resolve_pages(
@@ -125,20 +91,41 @@ def resolve_pages(
       ShardingError: The rules do not fit the sizes.
       AttentionError: The rules for q and for the pages do not go together.
     """
-    manual = manager.manual_axes(_jax.ambient_mesh())
-    resolve = functools.partial(_resolve, manager, mode, manual)
-    queries, keys = resolve("q", QUERY_AXES, q), resolve("k_pages", PAGE_AXES, k)
-    resolve("v_pages", PAGE_AXES, v)
+    shapes = {"q": q, "k_pages": k, "v_pages": v}
+    return _joint(manager, shapes, mode, PAGE_AXES, _jax.ambient_mesh())
+
+
+def _joint(
+    manager: PartitionManager,
+    shapes: dict[str, ArrayShape],
+    mode: str,
+    key_axes: tuple[str, ...],
+    ambient: AbstractMesh | None,
+) -> JointSpecs:
+    """Resolve q, k and v by their names. Dim 0 of k has pages if `key_axes` are `PAGE_AXES`."""
+    axes = (QUERY_AXES, key_axes, key_axes)
+    manual = manager.manual_axes(ambient)
+    # v is resolved for its refusals. Its first three dims are those of k, so its mesh axes are too.
+    queries, keys, _ = (
+        _resolve(manager, mode, manual, name, own, shapes[name])
+        for name, own in zip(shapes, axes, strict=True)
+    )
     batch, q_length, heads, _ = _mesh_axes(queries)
-    pages, _, kv_heads, _ = _mesh_axes(keys)
-    _check_pages(keys.decisions[0], pages, q_length)
+    first, kv_length, kv_heads, _ = _mesh_axes(keys)
+    if key_axes == PAGE_AXES:
+        kv_length = first
+        _check_pages(keys.decisions[0], first, q_length)
+    elif batch != first:
+        raise _mismatch("batch", batch, first, keys.decisions[0], dim=0)
+    # Leading axes of a dim give contiguous groups of shards, as `h * kv_heads // heads` needs. Over
+    # a trailing axis, neighbouring shards would have other kv heads.
     if kv_heads != heads[: len(kv_heads)]:
         raise _mismatch("heads", heads, kv_heads, keys.decisions[2], dim=2)
-    grouping, why = _grouping(heads, kv_heads, pages, keys.decisions[2].why)
+    grouping, why = _grouping(heads, kv_heads, kv_length, keys.decisions[2].why)
     return JointSpecs(
         batch=batch,
         q_length=q_length,
-        kv_length=pages,
+        kv_length=kv_length,
         heads=heads,
         kv_heads=kv_heads,
         grouping=grouping,

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from shardwright.errors import AttentionError
+from shardwright.vocabulary.integers import read_integer
 
 
 def positions(length: int, *, shards: int) -> np.ndarray:
@@ -37,22 +38,15 @@ def positions(length: int, *, shards: int) -> np.ndarray:
     Raises:
       AttentionError: There are several shards, and the length is not a multiple of `2 * shards`.
     """
-    if shards < 1:
-        raise AttentionError(
-            f"{shards} is not a positive number",
-            path="shards",
-            fix="pass the number of shards of the sequence",
-        )
+    shards = read_integer("shards", shards, error=AttentionError)
     if shards == 1:
         return np.arange(length, dtype=np.int32)
     if length % (2 * shards):
         more = -length % (2 * shards)
-        fix = (
-            f"pad it by {more} rows (with segment id 0, or a loss weight of 0), "
-            "or keep the order as it is"
-        )
         raise AttentionError(
-            f"a length of {length} does not divide into 2 * {shards} chunks, two per shard", fix=fix
+            f"a length of {length} does not divide into 2 * {shards} chunks, two per shard",
+            fix=f"pad it by {more} rows (with segment id 0, or a loss weight of 0), "
+            "or keep the order as it is",
         )
     chunks = np.arange(length, dtype=np.int32).reshape(2 * shards, -1)
     # With a causal mask, chunk c attends to c + 1 chunks, so the two of a shard attend to 2 *

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,9 +17,8 @@ from shardwright.caches.kinds import KINDS
 from shardwright.caches.row_order import RowOrder
 from shardwright.caches.sharding import CacheSharding, read_mode
 from shardwright.caches.spec import CacheSpec, Overflow
-from shardwright.checkpoint import orbax_files
-from shardwright.checkpoint.orbax_files import import_orbax
-from shardwright.checkpoint.staging import fix_of_write, staged
+from shardwright.checkpoint import files
+from shardwright.checkpoint.files import check_outside_of_trace, fix_of_write, import_orbax, staged
 from shardwright.errors import CacheError
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
@@ -49,7 +48,7 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
       CacheError: The path exists, or cannot be written; the call is inside a trace; the class of
         the cache is unknown; its arrays are deleted; or orbax is not installed.
     """
-    orbax, directory = import_orbax(_WHAT, CacheError), orbax_files.directory(path, CacheError)
+    orbax, directory = import_orbax(_WHAT, CacheError), files.directory(path, CacheError)
     arrays = _check_saveable(cache)
     if os.path.exists(directory):
         raise CacheError(
@@ -84,7 +83,7 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
 
 def _check_saveable(cache: KVCache) -> ArraysByField:
     """Return the arrays of a cache that can be saved."""
-    orbax_files.check_outside_of_trace("a cache can be saved", CacheError)
+    check_outside_of_trace("a cache can be saved", CacheError)
     if type(cache).__name__ not in _CLASSES:
         raise CacheError(
             f"{type(cache).__name__} is not a cache that can be restored",
@@ -131,11 +130,14 @@ def restore(
             path="like",
             fix="pass either like, or manager and mode",
         )
-    orbax_files.check_outside_of_trace("a cache can be restored", CacheError)
-    orbax, directory = import_orbax(_WHAT, CacheError), orbax_files.directory(path, CacheError)
+    check_outside_of_trace("a cache can be restored", CacheError)
+    orbax, directory = import_orbax(_WHAT, CacheError), files.directory(path, CacheError)
     with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
         description = _read_description(orbax, checkpointer, directory)
-        cls, spec = _CLASSES[description["kind"]], _parse_spec(description["spec"], directory)
+        cls, saved = _CLASSES[description["kind"]], description["spec"]
+        with _readable(f"the spec of the cache saved at {directory} cannot be read", _BROKEN):
+            overflow, order = Overflow(saved["overflow"]), RowOrder(**saved["order"])
+            spec = CacheSpec(**{**saved, "overflow": overflow, "order": order})
         shapes = {
             name: jax.ShapeDtypeStruct(shape, dtype)
             for name, (shape, dtype) in description["arrays"].items()
@@ -152,7 +154,13 @@ def restore(
             name: jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype, sharding=sharding)
             for name, sharding in shardings.items()
         }
-        return _assemble(cls, spec, _read_arrays(orbax, checkpointer, directory, targets))
+        request = orbax.args.PyTreeRestore(
+            item=targets,
+            restore_args=orbax.checkpoint_utils.construct_restore_args(targets),
+        )
+        with _readable(f"the arrays saved at {directory} cannot be read", _BROKEN):
+            read = checkpointer.restore(directory, args=orbax.args.Composite(arrays=request))
+            return _assemble(cls, spec, read["arrays"])
 
 
 def _assemble(cls: Any, spec: CacheSpec, arrays: Mapping[str, Any]) -> Any:
@@ -161,24 +169,13 @@ def _assemble(cls: Any, spec: CacheSpec, arrays: Mapping[str, Any]) -> Any:
     return cls(**{**absent, "spec": spec, **arrays})
 
 
-def _read_arrays(
-    orbax: Any, checkpointer: Any, directory: str, targets: ArraysByField
-) -> ArraysByField:
+@contextlib.contextmanager
+def _readable(what: str, fix: str) -> Iterator[None]:
+    """Raise what orbax and Python say about a file that they cannot read, as an error."""
     try:
-        arrays: ArraysByField = checkpointer.restore(
-            directory,
-            args=orbax.args.Composite(
-                arrays=orbax.args.PyTreeRestore(
-                    item=targets,
-                    restore_args=orbax.checkpoint_utils.construct_restore_args(targets),
-                )
-            ),
-        )["arrays"]
-    except (KeyError, ValueError, OSError) as err:
-        raise CacheError(
-            f"the arrays saved at {directory} cannot be read", path="path", fix=_BROKEN
-        ) from err
-    return arrays
+        yield
+    except (KeyError, TypeError, ValueError, OSError) as err:
+        raise CacheError(what, path="path", fix=fix) from err
 
 
 def _staging(path: str) -> contextlib.AbstractContextManager[str]:
@@ -196,16 +193,11 @@ def _arrays(cache: KVCache) -> ArraysByField:
 
 
 def _read_description(orbax: Any, checkpointer: Any, directory: str) -> dict[str, Any]:
-    try:
+    fix = "pass the path given to caches.save; a save that did not complete leaves nothing"
+    with _readable(f"there is no saved cache at {directory}", fix):
         description = checkpointer.restore(
             directory, args=orbax.args.Composite(cache=orbax.args.JsonRestore())
         )["cache"]
-    except (FileNotFoundError, ValueError, KeyError) as err:
-        raise CacheError(
-            f"there is no saved cache at {directory}",
-            path="path",
-            fix="pass the path given to caches.save; a save that did not complete leaves nothing",
-        ) from err
     content = "other data"
     if isinstance(description, dict):
         number, kind = description.get("format"), description.get("kind")
@@ -218,16 +210,6 @@ def _read_description(orbax: Any, checkpointer: Any, directory: str) -> dict[str
         path="path",
         fix="restore it with the version that wrote it",
     )
-
-
-def _parse_spec(saved: Mapping[str, Any], directory: str) -> CacheSpec:
-    try:
-        overflow, order = Overflow(saved["overflow"]), RowOrder(**saved["order"])
-        return CacheSpec(**{**saved, "overflow": overflow, "order": order})
-    except (KeyError, TypeError, ValueError) as err:
-        raise CacheError(
-            f"the spec of the cache saved at {directory} cannot be read", path="path", fix=_BROKEN
-        ) from err
 
 
 def _check_like(

@@ -20,7 +20,6 @@ from shardwright.manager.shards import call_on_shards
 from shardwright.reshard.move import move_tree
 from shardwright.reshard.plan import Move, MoveKind, plan_moves
 from shardwright.reshard.run import run_moves
-from shardwright.resolution.partition_specs import entry_names, spec_of
 from shardwright.vocabulary.axes import AxisNames
 from shardwright.vocabulary.read import instance, read_value
 from shardwright.vocabulary.shown import text_of
@@ -106,7 +105,11 @@ def plan_reshard(
         assert source is not None
         # An axis of size 1 shards nothing, but would count as a difference between the specs.
         before, after = (
-            axes_by_dim(_without_ones(spec, sizes), len(array.shape)) for spec in (source, target)
+            tuple(
+                tuple(axis for axis in axes if sizes[axis] > 1)
+                for axes in axes_by_dim(spec, len(array.shape))
+            )
+            for spec in (source, target)
         )
         moves = plan_moves(
             before, after, shape=array.shape, itemsize=array.dtype.itemsize, mesh=sizes
@@ -219,16 +222,6 @@ def _same_mesh(a: Mesh | AbstractMesh, b: Mesh | AbstractMesh) -> bool:
     return dict(a.shape) == dict(b.shape)
 
 
-def _without_ones(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
-    """Return a spec without mesh axes of size 1."""
-    return spec_of(
-        *(
-            tuple(name for name in entry_names(entry) if sizes[name] > 1)
-            for entry in spec.partitions
-        )
-    )
-
-
 def _copy(
     cache: KVCache, manager: PartitionManager, mode: str, *, donate: bool
 ) -> dict[str, jax.Array]:
@@ -277,24 +270,22 @@ def _move(
 def _run(
     plan: Relayout, mesh: Mesh | AbstractMesh, arrays: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    return {array.name: _move_array(arrays[array.name], array, mesh) for array in plan.arrays}
+    sizes, moved = dict(mesh.shape), {}
+    for array in plan.arrays:
+        x = arrays[array.name]
+        if array.moves:
+            x = call_on_shards(
+                functools.partial(run_moves, moves=array.moves, mesh=sizes),
+                (x,),
+                (array.source,),
+                out_specs=array.target,
+                mesh=mesh,
+            )
+        # Even without moves, the target may differ by mesh axes of size 1.
+        placement = constraint.make_placement(array.target, mesh, _jax.ambient_mesh())
+        moved[array.name] = constraint.place(x, placement)
+    return moved
 
 
 _run_jitted = functools.partial(jax.jit, static_argnums=(0, 1))(_run)
 _run_donating = functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)(_run)
-
-
-def _move_array(x: jax.Array, array: ArrayMoves, mesh: Mesh | AbstractMesh) -> jax.Array:
-    if array.moves:
-        sizes = dict(mesh.shape)
-        x = call_on_shards(
-            lambda shard: run_moves(shard, array.moves, sizes),
-            (x,),
-            (array.source,),
-            out_specs=array.target,
-            mesh=mesh,
-        )
-    # Even without moves, the target may differ by mesh axes of size 1.
-    placement = constraint.make_placement(array.target, mesh, _jax.ambient_mesh())
-    placed: jax.Array = constraint.place(x, placement)
-    return placed

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import jax
 
 from shardwright.errors import CacheError
-from shardwright.vocabulary.integers import as_integer, read_integer
+from shardwright.vocabulary.read import integer, read_fields
 
 T = TypeVar("T", int, jax.Array)
 
@@ -27,19 +27,14 @@ class RowOrder:
         axes; or a multiple of it.
     """
 
-    block: int | None = None
-    shards: int = 1
+    block: Annotated[int, integer()] | None = None
+    shards: Annotated[int, integer()] = 1
 
     def __post_init__(self) -> None:
-        for name in ("block", "shards"):
-            if (count := as_integer(getattr(self, name))) is not None:
-                object.__setattr__(self, name, count)
+        read_fields(self, error=CacheError)
 
     def check(self, rows: int) -> None:
         """Raise CacheError unless `rows` rows divide evenly into blocks and shards."""
-        read_integer("shards", self.shards, error=CacheError)
-        if self.block is not None:
-            read_integer("block", self.block, error=CacheError)
         if self.block is None:
             if self.shards != 1:
                 raise CacheError(

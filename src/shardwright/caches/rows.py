@@ -19,7 +19,6 @@ from shardwright.caches.base import KVCache, View, array
 from shardwright.caches.change import Change
 from shardwright.caches.refusals import Refusal
 from shardwright.caches.scatter import Buffers
-from shardwright.caches.sharding import CacheSharding
 from shardwright.caches.spec import CacheSpec
 from shardwright.vocabulary.axes import BATCH, EMPTY, KV_HEAD, KV_HEAD_DIM, KV_LENGTH
 
@@ -99,7 +98,11 @@ class RowCache(KVCache):
         lengths, slots, length = (
             sharding.place(jnp.asarray(x), (EMPTY,)) for x in (view.lengths, slots, self.length)
         )
-        row_positions = _held_positions(view, sharding)
+        assert view.positions is not None
+        row_positions = sharding.place(view.positions, (EMPTY, EMPTY))
+        row_positions = jnp.where(row_positions < lengths[:, None], row_positions, -1)
+        # Replicate the positions. Otherwise their minimum would need a collective.
+        row_positions = sharding.place(row_positions, (EMPTY, EMPTY))
         first = jnp.zeros_like(lengths)
         # A ring, or pages, may lack old positions. That matters only for positions that a query in
         # this cache can still see. The minimum over sharded rows would be sent.
@@ -235,14 +238,3 @@ def counters(spec: CacheSpec) -> dict[str, Any]:
     """Return the `length` and the `start` of an empty cache."""
     length = jnp.zeros(spec.batch, jnp.int32)
     return {"length": length, "start": jnp.zeros_like(length) if spec.is_ring else None}
-
-
-def _held_positions(view: View, sharding: CacheSharding) -> jax.Array:
-    """Return `[n, rows]`: the positions that the rows of a source hold, -1 for an empty row."""
-    assert view.positions is not None
-    row_positions = sharding.place(view.positions, (EMPTY, EMPTY))
-    row_positions = jnp.where(
-        row_positions < sharding.place(view.lengths, (EMPTY,))[:, None], row_positions, -1
-    )
-    # Replicate the positions. Otherwise their minimum would need a collective.
-    return sharding.place(row_positions, (EMPTY, EMPTY))

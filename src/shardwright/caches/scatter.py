@@ -7,8 +7,6 @@ negative numbers. Each shard writes the rows of its own slots in place.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 from jax.sharding import PartitionSpec
 
@@ -30,9 +28,10 @@ def append_rows(buffers: PlacedArrays, new: Buffers, rows: jax.Array) -> Buffers
     specs = buffers.specs
 
     def local(old: Buffers, new: Buffers, rows: jax.Array) -> Buffers:
+        # vmap keeps the batch a parallel dimension of the scatter.
+        by_slot = jax.vmap(lambda buffer, new, rows: buffer.at[rows].set(new, mode="drop"))
         return {
-            name: _scatter_by_slot(x, new[name], _local(rows, specs[name], 1, x))
-            for name, x in old.items()
+            name: by_slot(x, new[name], _local(rows, specs[name], 1, x)) for name, x in old.items()
         }
 
     # The new rows of a slot go to every shard of its rows, which drops those of other shards.
@@ -101,12 +100,6 @@ def take_slots(buffers: PlacedArrays, parents: jax.Array, *, group: int) -> Buff
         return {name: x.at[parents].get(mode="promise_in_bounds") for name, x in old.items()}
 
     return buffers.run(local, parents, specs=(spec_of(axes),))
-
-
-@functools.partial(jax.vmap, in_axes=(0, 0, 0))
-def _scatter_by_slot(buffer: jax.Array, new: jax.Array, rows: jax.Array) -> jax.Array:
-    # vmap keeps the batch a parallel dimension of the scatter.
-    return buffer.at[rows].set(new, mode="drop")
 
 
 def _local(numbers: jax.Array, spec: PartitionSpec, dim: int, shard: jax.Array) -> jax.Array:

@@ -47,7 +47,10 @@ def read(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> dict[str, An
     arrays = _read_with_orbax(orbax, folder, small)
     for leaf, route in zip(targets, routes, strict=True):
         if route is not None:
-            leaves.put(arrays, leaf.saved.path, _read_in_pieces(folder, leaf, route))
+            assert isinstance(leaf.sharding, NamedSharding)
+            file = open_array(folder, leaf.saved.path)
+            array = move_leaf(file, leaf.sharding, route, donate=False, tick=lambda done, of: None)
+            leaves.put(arrays, leaf.saved.path, array)
     return arrays
 
 
@@ -67,12 +70,6 @@ def _route(leaf: TargetLeaf) -> Route | None:
         return None
     route = find_route(wanted.shape, wanted.dtype, wanted.dtype, None, sharding, PIECE)
     return None if route.pieces.dim is None else route
-
-
-def _read_in_pieces(folder: str, leaf: TargetLeaf, route: Route) -> jax.Array:
-    assert isinstance(leaf.sharding, NamedSharding)
-    file = open_array(folder, leaf.saved.path)
-    return move_leaf(file, leaf.sharding, route, donate=False, tick=lambda done, count: None)
 
 
 def _read_with_orbax(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> dict[str, Any]:

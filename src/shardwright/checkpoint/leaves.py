@@ -116,10 +116,8 @@ def written(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[list[SavedLe
     arrays: _NESTED = {}
     problems: list[Problem] = []
     for path, value in leaves:
-        refusal = _refusal(value)
-        if refusal is not None:
-            what, fix = refusal
-            problems.append(Problem(error=CheckpointError, what=what, path="/".join(path), fix=fix))
+        if (refused := refusal(value)) is not None:
+            problems.append(_problem(path, *refused))
             continue
         leaf = _saved_leaf(path, value)
         saved.append(leaf)
@@ -131,7 +129,7 @@ def written(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> tuple[list[SavedLe
     return saved, arrays
 
 
-def _refusal(value: Any) -> tuple[str, str] | None:
+def refusal(value: Any) -> tuple[str, str] | None:
     """Return why a leaf cannot be saved, and the fix. None if it can be saved."""
     if isinstance(value, jax.Array) and value.is_deleted():
         return "the array is deleted: it was donated", "save the state that the last step returned"
@@ -337,7 +335,8 @@ def _misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
         )
     # Only a description can ask for 64 bits while JAX has 32. The array itself could not be
     # created.
-    if isinstance(target, jax.ShapeDtypeStruct) and _is_narrowed(dtype):
+    narrowed = dtype in _WIDE and str(jax.dtypes.canonicalize_dtype(dtype)) != dtype
+    if isinstance(target, jax.ShapeDtypeStruct) and narrowed:
         return (
             f"saved as {leaf}, and JAX has no 64 bits here, so it would be cut to 32",
             "pass a NumPy array as the target, or set jax_enable_x64",
@@ -389,11 +388,6 @@ def _sharding_misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
         what = f"it has the shape {list(leaf.shape)}, and {sharding} does not divide it"
         return what, f"pass another sharding; JAX says: {next(iter(str(error).splitlines()), '')}"
     return None
-
-
-def _is_narrowed(dtype: str) -> bool:
-    """Tell whether JAX would change the dtype of an array. Keys have dtypes of their own."""
-    return dtype in _WIDE and str(jax.dtypes.canonicalize_dtype(dtype)) != dtype
 
 
 def _impl(dtype: str) -> str:

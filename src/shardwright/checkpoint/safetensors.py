@@ -16,8 +16,7 @@ import jax
 import numpy as np
 
 from shardwright.checkpoint import leaves
-from shardwright.checkpoint.orbax_files import check_outside_of_trace, directory
-from shardwright.checkpoint.staging import fix_of_write, staged
+from shardwright.checkpoint.files import check_outside_of_trace, directory, fix_of_write, staged
 from shardwright.errors import CheckpointError, Problem, ShardingError, raise_problems
 from shardwright.reshard.pieces import parse_bytes
 
@@ -104,7 +103,11 @@ def export_safetensors(
             fix="rename the key",
         )
     tensors |= _cut(tensors, shapes or {})
-    files = _divided(tensors, _file_bytes(most))
+    try:
+        limit = parse_bytes(most)
+    except ShardingError as error:
+        raise CheckpointError(error.problems[0].what, path="most", fix=error.fix) from error
+    files = _divided(tensors, limit)
     total = sum(value.nbytes for value in tensors.values())
     weight_map = {name: file for file, names in files.items() for name in names}
     try:
@@ -143,45 +146,23 @@ def _checked_metadata(metadata: Any) -> dict[str, str]:
     raise CheckpointError(what, path="metadata", fix=fix)
 
 
-def _file_bytes(most: Any) -> int:
-    try:
-        return parse_bytes(most)
-    except ShardingError as error:
-        raise CheckpointError(error.problems[0].what, path="most", fix=error.fix) from error
-
-
 def _problem(path: tuple[str, ...], value: Any) -> Problem | None:
     """Return why a leaf cannot be exported, or None."""
-    text = "/".join(path)
-    if not isinstance(value, (jax.Array, np.ndarray)):
-        return Problem(
-            error=CheckpointError,
-            what=f"{type(value).__name__} is not an array",
-            path=text,
-            fix="export a tree of arrays",
+    refusal = leaves.refusal(value)
+    if refusal is None and not isinstance(value, (jax.Array, np.ndarray)):
+        refusal = f"{type(value).__name__} is not an array", "export a tree of arrays"
+    elif refusal is None and str(value.dtype) not in _DTYPES:
+        what = f"the safetensors format has no dtype {value.dtype}"
+        refusal = what, f"dtypes are {', '.join(_DTYPES)}"
+    elif refusal is None and isinstance(value, jax.Array) and not value.is_fully_addressable:
+        refusal = (
+            "the array has shards in other processes",
+            "save a checkpoint, restore it in one process, and export there",
         )
-    if isinstance(value, jax.Array) and value.is_deleted():
-        return Problem(
-            error=CheckpointError,
-            what="the array is deleted: it was donated",
-            path=text,
-            fix="export the state that the last step returned",
-        )
-    if str(value.dtype) not in _DTYPES:
-        return Problem(
-            error=CheckpointError,
-            what=f"the safetensors format has no dtype {value.dtype}",
-            path=text,
-            fix=f"dtypes are {', '.join(_DTYPES)}",
-        )
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        return Problem(
-            error=CheckpointError,
-            what="the array has shards in other processes",
-            path=text,
-            fix="save a checkpoint, restore it in one process, and export there",
-        )
-    return None
+    if refusal is None:
+        return None
+    what, fix = refusal
+    return Problem(error=CheckpointError, what=what, path="/".join(path), fix=fix)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,13 @@ from typing import Any
 import jax
 
 from shardwright.checkpoint import chunks, leaves
+from shardwright.checkpoint.files import (
+    check_outside_of_trace,
+    directory,
+    fix_of_write,
+    import_orbax,
+)
 from shardwright.checkpoint.leaves import SavedLeaf
-from shardwright.checkpoint.orbax_files import check_outside_of_trace, directory, import_orbax
-from shardwright.checkpoint.staging import fix_of_write
 from shardwright.errors import CheckpointError
 from shardwright.vocabulary.integers import read_integer
 

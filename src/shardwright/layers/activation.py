@@ -41,13 +41,8 @@ class Clamp:
 CLAMP: Final = Clamp()
 
 
-def _clamped_silu(x: Any, clamp: Clamp) -> Any:
-    x = jnp.minimum(x, clamp.limit)
-    return jax.nn.sigmoid(clamp.alpha * x) * x
-
-
-def _clamped_linear(x: Any, clamp: Clamp) -> Any:
-    return jnp.clip(x, -clamp.limit, clamp.limit) + clamp.offset
+def _sigmoid_linear(x: Any, alpha: float) -> Any:
+    return x * jax.nn.sigmoid(alpha * x)
 
 
 # Each is a function of an array and the constants of clamping.
@@ -60,13 +55,13 @@ ACTIVATIONS: Final[Mapping[str, Callable[[Any, Clamp], Any]]] = MappingProxyType
         "silu": lambda x, _: jax.nn.silu(x),
         "relu": lambda x, _: jax.nn.relu(x),
         # Hendrycks and Gimpel, arXiv:1606.08415, section 2.
-        "quick_gelu": lambda x, _: x * jax.nn.sigmoid(1.702 * x),
+        "quick_gelu": lambda x, _: _sigmoid_linear(x, 1.702),
         "squared_relu": lambda x, _: jnp.square(jax.nn.relu(x)),
         "sigmoid": lambda x, _: jax.nn.sigmoid(x),
         "tanh": lambda x, _: jnp.tanh(x),
         "linear": lambda x, _: x,
-        "clamped_silu": _clamped_silu,
-        "clamped_linear": _clamped_linear,
+        "clamped_silu": lambda x, clamp: _sigmoid_linear(jnp.minimum(x, clamp.limit), clamp.alpha),
+        "clamped_linear": lambda x, clamp: jnp.clip(x, -clamp.limit, clamp.limit) + clamp.offset,
     }
 )
 

@@ -437,31 +437,23 @@ def _attend_to_cache(
 def _check_arguments(
     state: Any, x: Any, recipe: Any, scaling: Any, valid: Any, given: dict[str, Any]
 ) -> None:
+    wrong, word, fix = {"valid": valid}, "only", "pass segment_ids= for padding"
     if state is not None:
         read_value("state", state, STATE, error=LayerError)
+        wrong, word = given, "not"
+        fix = "leave it out: a cache has its own positions, and is for inference only"
     slots = x.shape[0] if state is None else state.batch
     refuse(
         LayerError,
-        (
-            state is None and valid is not None,
-            "valid",
-            "valid= is only allowed with a cache",
-            "pass segment_ids= for padding",
+        *(
+            (value is not None, name, f"{name} is {word} allowed with a cache", fix)
+            for name, value in wrong.items()
         ),
         (
             slots != x.shape[0],
             "state",
             f"the cache has {slots} slots, and x has a batch of {x.shape[0]}",
             "create the cache with batch=, or pass a row of x per slot, and valid=",
-        ),
-        *(
-            (
-                state is not None and value is not None,
-                name,
-                f"{name} is not allowed with a cache",
-                "leave it out: a cache has its own positions, and is for inference only",
-            )
-            for name, value in given.items()
         ),
         (
             scaling is not None and recipe is None,
@@ -513,14 +505,12 @@ def _check_encoded(
     check_cross(config, "config")
     check_rows("encoded", encoded, config.embed)
     fix = "leave it out: all tokens see all rows of encoded, which are not appended"
+    wrong = {"a cache": cache, "positions": given["positions"]}
     refuse(
         LayerError,
-        (cache is not None, "encoded", "encoded is not allowed with a cache", fix),
-        (
-            given["positions"] is not None,
-            "encoded",
-            "encoded is not allowed with positions",
-            fix,
+        *(
+            (value is not None, "encoded", f"encoded is not allowed with {name}", fix)
+            for name, value in wrong.items()
         ),
         (
             given["segment_ids"] is not None and segment_ids is None,

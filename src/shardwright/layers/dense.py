@@ -93,7 +93,13 @@ def dense(
     """
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     check_kernel(np.shape(x), np.shape(kernel), contract, path="kernel")
-    _check_bias(bias, np.shape(kernel)[contract:])
+    outputs = np.shape(kernel)[contract:]
+    if bias is not None and np.shape(bias) != outputs:
+        raise RankMismatchError(
+            f"bias has shape {np.shape(bias)}, and the outputs of the kernel have shape {outputs}",
+            path="bias",
+            fix=f"pass a bias of shape {outputs}",
+        )
     rank = np.ndim(x)
     dims = (tuple(range(rank - contract, rank)), tuple(range(contract)))
     operands = x.astype(dtype), kernel.astype(dtype)
@@ -195,13 +201,4 @@ def check_kernel(
             fix=f"pass x of shape (tokens, {needed})"
             if contracted == kernel[:contract]
             else f"pass a kernel of shape ({needed}, ...)",
-        )
-
-
-def _check_bias(bias: Any, outputs: tuple[int, ...]) -> None:
-    if bias is not None and np.shape(bias) != outputs:
-        raise RankMismatchError(
-            f"bias has shape {np.shape(bias)}, and the outputs of the kernel have shape {outputs}",
-            path="bias",
-            fix=f"pass a bias of shape {outputs}",
         )

@@ -141,23 +141,17 @@ def rms_norm(
 
 
 def _check(x: Any, **params: Any) -> None:
-    _check_whole(x, params["scale"])
+    size, scale = np.shape(x)[-1:], params["scale"]
     for name, value in params.items():
-        if value is not None and np.shape(value) != np.shape(x)[-1:]:
+        if value is not None and np.shape(value) != size:
             raise RankMismatchError(
                 f"{name} has shape {np.shape(value)}, and x has shape {np.shape(x)}",
                 path=name,
-                fix=f"pass {name} of shape {np.shape(x)[-1:]}, one value per element of the last "
-                "dim",
+                fix=f"pass {name} of shape {size}, one value per element of the last dim",
             )
-
-
-def _check_whole(x: Any, scale: Any) -> None:
-    """Refuse a shard of EMBED inside a `shard_map`: its mean is not that of the whole dim.
-
-    A scale that does not vary over these mesh axes is whole, and so is the last dim of `x`.
-    """
-    split = split_over(np.shape(x)[-1:], (EMBED,))[0]
+    # The mean of a shard of EMBED is not that of the whole dim. A scale that does not vary over
+    # these mesh axes is whole, and so is the last dim of `x`.
+    split = split_over(size, (EMBED,))[0]
     if not split or not _jax.tracks_varying():
         return
     varying = _jax.varying_axes(x) & _jax.varying_axes(scale)

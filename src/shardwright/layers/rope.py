@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwright.errors import LayerError, Problem, RankMismatchError, raise_problems
+from shardwright.errors import LayerError, RankMismatchError
+from shardwright.vocabulary.read import array, number, read_value, refuse
+
+THETA: Final = number("positive", fix="pass a positive number, such as 10_000.0")
+SCALE: Final = number("positive", fix="pass scale=1.0")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +33,7 @@ class RopeFrequencies:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        raise_problems(_frequency_problems(self.values, self.scale, None))
+        _check_frequencies(self.values, self.scale)
         object.__setattr__(self, "values", tuple(map(float, self.values)))
 
 
@@ -67,12 +71,11 @@ def rope(
       An array like `x`.
 
     Raises:
-      RankMismatchError: Shapes do not fit each other, or `head_dim` is odd. The error lists all
-        problems.
+      RankMismatchError: Shapes do not fit each other, or `head_dim` is odd.
       LayerError: Positions are not integers, `theta` or `scale` is not positive, or both `theta`
         and `frequencies` are given.
     """
-    raise_problems(_problems(x, positions, theta, frequencies, scale))
+    _check(x, positions, theta, frequencies, scale)
     if frequencies is None:
         half = x.shape[-1] // 2
         # NumPy computes the powers in float64. They are rounded to float32 once.
@@ -98,67 +101,43 @@ def rope(
     return rotated
 
 
-def _problems(x: Any, positions: Any, theta: Any, frequencies: Any, scale: Any) -> list[Problem]:
+def _check(x: Any, positions: Any, theta: Any, frequencies: Any, scale: Any) -> None:
     shape, given = np.shape(x), np.shape(positions)
-    problems = []
-    if len(shape) != 4 or shape[-1] % 2:
-        fix = "pass queries or keys as [batch, length, heads, head_dim], with an even head_dim"
-        problems.append(
-            Problem(error=RankMismatchError, what=f"it has shape {shape}", path="x", fix=fix)
-        )
-    elif len(given) != 2 or given[1] != shape[1] or given[0] not in (1, shape[0]):
-        fix = (
-            f"pass shape {shape[:2]}, one per token, or {(1, shape[1])}; attention.next_positions "
-            "returns those that follow a cache"
-        )
-        problems.append(
-            Problem(
-                error=RankMismatchError,
-                what=f"it has shape {given}, and x has {shape}",
-                path="positions",
-                fix=fix,
-            )
-        )
-    dtype = getattr(positions, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-        given_type = type(positions).__name__ if dtype is None else dtype
-        what = f"it is {given_type}, not an array of integers"
-        problems.append(Problem(error=LayerError, what=what, path="positions", fix="pass int32"))
-    if theta is not None and not _is_positive(theta):
-        problems.append(
-            Problem(
-                error=LayerError,
-                what=f"theta={theta!r} is not a positive number",
-                path="theta",
-                fix="pass a positive number, such as 10_000.0",
-            )
-        )
+    is_head = len(shape) == 4 and not shape[-1] % 2
+    fits = is_head and len(given) == 2 and given[1] == shape[1] and given[0] in (1, shape[0])
+    refuse(
+        RankMismatchError,
+        (
+            not is_head,
+            "x",
+            f"it has shape {shape}",
+            "pass queries or keys as [batch, length, heads, head_dim], with an even head_dim",
+        ),
+        (
+            is_head and not fits,
+            "positions",
+            f"it has shape {given}, and x has {shape}",
+            f"pass shape {shape[:2]}, or {(1, *shape[1:2])}; see attention.next_positions",
+        ),
+    )
+    read_value("positions", positions, array(given, dtype=jnp.integer), error=LayerError)
+    if theta is not None:
+        read_value("theta", theta, THETA, error=LayerError)
     if theta is not None and frequencies is not None:
         what = "theta and frequencies are given, and each decides the angles"
-        problems.append(Problem(error=LayerError, what=what, path="theta", fix="pass one of them"))
-    if frequencies is not None or scale != 1:
-        half = shape[-1] // 2 if shape else None
-        problems += _frequency_problems(() if frequencies is None else frequencies, scale, half)
-    return problems
+        raise LayerError(what, path="theta", fix="pass one of them")
+    _check_frequencies(() if frequencies is None else frequencies, scale, shape[-1] // 2)
 
 
-def _frequency_problems(values: Any, scale: Any, most: int | None) -> list[Problem]:
-    problems = []
-    if not _is_positive(scale):
-        what, fix = f"scale={scale!r} is not a positive number", "pass scale=1.0"
-        problems.append(Problem(error=LayerError, what=what, path="scale", fix=fix))
+def _check_frequencies(values: Any, scale: Any, most: int | None = None) -> None:
+    read_value("scale", scale, SCALE, error=LayerError)
     shape = np.shape(values)
     if len(shape) != 1 or (most is not None and shape[0] > most):
         many = "" if most is None else f" of at most {most}, half of head_dim"
-        what, fix = f"it has shape {shape}", f"pass one dim{many}: a frequency for each point"
-        problems.append(Problem(error=RankMismatchError, what=what, path="frequencies", fix=fix))
-    elif not isinstance(values, jax.core.Tracer):
-        wrong = [value for value in values if not math.isfinite(value)]
-        if wrong:
-            what, fix = f"{wrong[0]} is not a finite number", "pass radians per position"
-            problems.append(Problem(error=LayerError, what=what, path="frequencies", fix=fix))
-    return problems
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+        fix = f"pass one dim{many}: a frequency for each point"
+        raise RankMismatchError(f"it has shape {shape}", path="frequencies", fix=fix)
+    if isinstance(values, jax.core.Tracer):
+        return
+    if wrong := [value for value in values if not math.isfinite(value)]:
+        what = f"{wrong[0]} is not a finite number"
+        raise LayerError(what, path="frequencies", fix="pass radians per position")

@@ -15,12 +15,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardwright.errors import LayerError, did_you_mean
-from shardwright.layers.rope import RopeFrequencies
+from shardwright.errors import LayerError
+from shardwright.layers.rope import THETA, RopeFrequencies
 from shardwright.vocabulary.integers import read_integer
-from shardwright.vocabulary.read import number, read_value
+from shardwright.vocabulary.read import instance, number, one_of, read_value
 
 _POSITIVE: Final = number("positive", fix="write {name} as config.json of the model has it")
+_MAPPING: Final = instance(Mapping, fix='pass {"rope_type": "llama3", ...}')
 _FIRST: Final = "original_max_position_embeddings"
 
 
@@ -51,24 +52,15 @@ def rope_frequencies(
       LayerError: A value is missing, unknown or not valid.
     """
     read_integer("head_dim", head_dim, error=LayerError, fix="pass head_dim=128")
-    if not isinstance(scaling, Mapping):
-        raise LayerError(
-            f"scaling is a {type(scaling).__name__}", fix='pass {"rope_type": "llama3", ...}'
-        )
+    read_value("scaling", scaling, _MAPPING, error=LayerError)
     values = _Values(scaling, longest, length)
     kind = values.pop("rope_type", values.pop("type", "default"))
-    if not isinstance(kind, str) or kind not in _TYPES:
-        hint = did_you_mean(str(kind), _TYPES)
-        raise LayerError(
-            f"rope_type={kind!r} is unknown",
-            path="scaling",
-            fix=f"{hint} write one of {', '.join(_TYPES)}, or compute frequencies".strip(),
-        )
+    read_value("rope_type", kind, one_of(_TYPES), error=LayerError)
     own = values.pop("rope_theta", None)
     if None not in (own, theta) and own != theta:
         raise LayerError(f"theta={theta!r}, and scaling has rope_theta={own!r}", fix="pass one")
     base: float = next((each for each in (own, theta) if each is not None), 10_000.0)
-    read_value("theta", base, number("positive", fix="pass theta=10_000.0"), error=LayerError)
+    read_value("theta", base, THETA, error=LayerError)
     rotated = int(head_dim * values.number("partial_rotary_factor", 1.0))
     if not 0 < rotated <= head_dim or rotated % 2:
         raise LayerError(

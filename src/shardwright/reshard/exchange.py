@@ -78,7 +78,12 @@ def sends_of(source: DeviceGrid, target: DeviceGrid) -> tuple[Send, ...]:
             sends.append(
                 Send(
                     sender=sender,
-                    source_offset=_offset(unit, holder, source.counts, units),
+                    source_offset=tuple(
+                        number - at * (total // count)
+                        for number, at, count, total in zip(
+                            unit, holder, source.counts, units, strict=True
+                        )
+                    ),
                     receiver=receiver,
                     target_offset=offset,
                     stays=stays,
@@ -135,10 +140,3 @@ def _units_in(
             number * size + step for number, size, step in zip(block, sizes, offset, strict=True)
         )
         yield unit, offset
-
-
-def _offset(unit: Block, holder: Block, counts: Sequence[int], units: Sequence[int]) -> Block:
-    return tuple(
-        number - at * (total // count)
-        for number, at, count, total in zip(unit, holder, counts, units, strict=True)
-    )

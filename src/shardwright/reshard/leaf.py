@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardwright.errors import Problem, ShardingError
-from shardwright.reshard.exchange import sends_of
+from shardwright.reshard.exchange import sends_of, units_of
 from shardwright.reshard.programs import (
     flat_mesh,
     flat_shape,
@@ -152,7 +152,10 @@ def _transfer(
     source_mesh, target_mesh = flat_mesh(senders), flat_mesh(receivers)
     sends = sends_of(route.source, route.target)
     units = len(sends) // len(receivers)
-    per_sender = _units_of_sender(route)
+    per_shard = np.floor_divide(units_of(route.source, route.target), route.source.counts)
+    # The number of each unit of a source shard, by the place where it begins: `split_program`
+    # returns its units in this order too, from np.ndindex over the same counts.
+    per_sender = {index: number for number, index in enumerate(np.ndindex(*per_shard))}
     # Each target shard is one whole source shard: neither a split nor a join has work to do.
     whole = len(per_sender) == units == 1 and route.dtype == route.to_dtype
     whole = whole and route.pieces.dim is None
@@ -164,7 +167,11 @@ def _transfer(
         blocks = [_shards(part) for part in parts]
         chosen = [blocks[per_sender[send.source_offset]][senders[send.sender]] for send in sends]
         goals = [receivers[send.receiver] for send in sends]
-        copies = _send_missing(chosen, goals, [send.stays for send in sends])
+        moving = [at for at, send in enumerate(sends) if not send.stays]
+        sent = send_blocks([chosen[at] for at in moving], [goals[at] for at in moving])
+        copies = list(chosen)
+        for at, block in zip(moving, sent, strict=True):
+            copies[at] = block
         # device_put of an array to its own device aliases the buffer, unless may_alias is False.
         if whole and donate:
             # The caller deletes the source, so copy the shards that stay on their device.
@@ -182,32 +189,6 @@ def _transfer(
         result = _join(result, arrived, route, target_mesh, start, whole=whole)
         tick(number + 1, route.pieces.count)
     assert result is not None
-    return result
-
-
-def _units_of_sender(route: Route) -> dict[tuple[int, ...], int]:
-    """Return the number of each unit of a source shard, by the place where the unit begins."""
-    assert route.source is not None
-    units = [
-        total // count
-        for total, count in zip(
-            map(np.lcm, route.source.counts, route.target.counts), route.source.counts, strict=True
-        )
-    ]
-    # split_program returns its units in this order too, from np.ndindex over the same counts.
-    return {tuple(index): number for number, index in enumerate(np.ndindex(*units))}
-
-
-def _send_missing(
-    blocks: Sequence[jax.Array], devices: Sequence[jax.Device], stays: Sequence[bool]
-) -> list[jax.Array]:
-    """Return the blocks on their target devices. Blocks that stay are not sent."""
-    moving = [at for at, block_stays in enumerate(stays) if not block_stays]
-    result = list(blocks)
-    if moving:
-        sent = send([blocks[at] for at in moving], [devices[at] for at in moving])
-        for at, block in zip(moving, sent, strict=True):
-            result[at] = block
     return result
 
 
@@ -241,7 +222,7 @@ def _upload(value: Any, target: NamedSharding, route: Route, tick: Tick) -> jax.
         start = route.pieces.start(number)
         # Each process reads and sends only the boxes of its own devices.
         blocks = host_blocks(value, list(boxes.values()), route, start)
-        sent = send(blocks, list(boxes))
+        sent = send_blocks(blocks, list(boxes))
         arrived = [_flat(dict(zip(boxes, sent, strict=True)), mesh)]
         result = _join(result, arrived, route, mesh, np.int32(start), whole=whole)
         tick(number + 1, route.pieces.count)
@@ -249,7 +230,7 @@ def _upload(value: Any, target: NamedSharding, route: Route, tick: Tick) -> jax.
     return result
 
 
-def send(blocks: Sequence[Any], devices: Sequence[jax.Device]) -> list[jax.Array]:
+def send_blocks(blocks: Sequence[Any], devices: Sequence[jax.Device]) -> list[jax.Array]:
     """Copy each block to a device.
 
     Args:
@@ -271,7 +252,14 @@ def host_blocks(
       route: How the array moves.
       start: First row of the piece, in each block.
     """
-    cut = [_rows_of(box, route, start) for box in boxes]
+    dim, cut = route.pieces.dim, list(boxes)
+    if dim is not None:
+        # A block is one group of rows, as no other step cuts it.
+        firsts = [(box[dim].start or 0) + start for box in boxes]
+        cut = [
+            (*box[:dim], slice(first, first + route.pieces.size), *box[dim + 1 :])
+            for box, first in zip(boxes, firsts, strict=True)
+        ]
     if isinstance(value, ArrayInParts):
         parts = value.read(cut)
     else:
@@ -280,16 +268,7 @@ def host_blocks(
     blocks = [np.array(part, dtype=route.to_dtype, order="C") for part in parts]
     # Without pieces, no program runs on the blocks, so nothing would turn integers back into
     # floats.
-    return blocks if route.pieces.dim is None else [wire_view(block, route) for block in blocks]
-
-
-def _rows_of(box: ShardIndex, route: Route, start: int) -> ShardIndex:
-    """Return the rows of a piece. A block is one group of rows, as no other step cuts it."""
-    dim = route.pieces.dim
-    if dim is None:
-        return box
-    first = (box[dim].start or 0) + start
-    return (*box[:dim], slice(first, first + route.pieces.size), *box[dim + 1 :])
+    return blocks if dim is None else [wire_view(block, route) for block in blocks]
 
 
 def _read(value: Any, box: ShardIndex) -> np.ndarray:

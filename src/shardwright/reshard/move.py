@@ -145,8 +145,9 @@ class _Moving:
             if leaf.moves:
                 self._done.append(leaf.path)
             # An array that is in the tree several times is deleted after its last use.
-            if donate and leaf.route.moves and not uses[id(source)] and id(source) not in kept:
-                _delete(source)
+            is_spent = leaf.route.moves and not uses[id(source)] and id(source) not in kept
+            if donate and is_spent and isinstance(source, jax.Array) and not source.is_deleted():
+                source.delete()
 
     def failure(self, structure: Any, error: BaseException) -> MoveError:
         """Return the error with the tree, from which the move can be resumed."""
@@ -171,11 +172,6 @@ def _resume(done: list[str], *, donate: bool) -> str:
     if not done:
         return f"nothing has moved; {resume}"
     return f"{resume}\nmoved, with their sources deleted: {', '.join(done)}"
-
-
-def _delete(value: Any) -> None:
-    if isinstance(value, jax.Array) and not value.is_deleted():
-        value.delete()
 
 
 class _Reporter:

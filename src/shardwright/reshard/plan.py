@@ -100,7 +100,11 @@ def plan_moves(
     while queue:
         sent, count, _, place = heapq.heappop(queue)
         if place == target:
-            return _path(last_move, source, target)
+            moves: list[Move] = []
+            while place != source:
+                moves.append(last_move[place])
+                place = moves[-1].before
+            return tuple(reversed(moves))
         # heapq cannot decrease a key, so entries that were overtaken stay in the queue.
         if (sent, count) > best[place]:
             continue
@@ -118,16 +122,6 @@ def plan_moves(
 def shard_count(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
     """Return the number of shards of a dimension that is sharded over mesh axes."""
     return math.prod(mesh[name] for name in axes)
-
-
-def _path(
-    last_move: Mapping[AxesByDim, Move], source: AxesByDim, target: AxesByDim
-) -> tuple[Move, ...]:
-    moves: list[Move] = []
-    while target != source:
-        moves.append(last_move[target])
-        target = moves[-1].before
-    return tuple(reversed(moves))
 
 
 def _next_moves(

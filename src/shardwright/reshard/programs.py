@@ -84,10 +84,12 @@ def move_program(mesh: Mesh, route: Route) -> MoveProgram:
     It maps (source, target, start) to the target, which it changes in place. If the leaf is one
     piece, it maps the source to the target.
     """
-    move = _collectives(route, mesh) if route.way is Way.COLLECTIVES else _exchange(route, mesh)
+    move = _exchange(route, mesh) if route.way is Way.EXCHANGE else None
+    sizes = dict(mesh.shape)
 
     def one(source: jax.Array) -> jax.Array:
-        return _leave(move(_enter(source, route)), route)
+        piece = _enter(source, route)
+        return _leave(run_moves(piece, route.steps, sizes) if move is None else move(piece), route)
 
     def next_piece(source: jax.Array, target: jax.Array, start: jax.Array) -> jax.Array:
         piece = one(_take(source, route.pieces, start))
@@ -279,12 +281,6 @@ def _corners(counts: Sequence[int], unit: Sequence[int]) -> list[tuple[int, ...]
         tuple(number * size for number, size in zip(index, unit, strict=True))
         for index in np.ndindex(*counts)
     ]
-
-
-def _collectives(route: Route, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    """Return a function of a piece that runs the steps of a plan."""
-    sizes = dict(mesh.shape)
-    return lambda piece: run_moves(piece, route.steps, sizes)
 
 
 def _exchange(route: Route, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:

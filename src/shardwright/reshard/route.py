@@ -62,6 +62,11 @@ class CommonAxes:
     source: AxesByDim
     target: AxesByDim
 
+    @property
+    def used(self) -> int:
+        """Number of axes that shard the array before or after the move."""
+        return len({name for dims in (self.source, self.target) for axes in dims for name in axes})
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
@@ -176,8 +181,8 @@ def find_route(
         base = dataclasses.replace(base, way=Way.TRANSFER)
         return _with_pieces(base, ends, sent=missing, missing=missing, limit=limit)
     common = common_axes(before, after)
-    steps = None if common is None else _steps(common, shape, wire)
-    if common is not None and steps is not None:
+    if common is not None and common.used <= _MOST_AXES and elements:
+        steps = _plan_moves(common.source, common.target, shape, wire.itemsize, common.sizes)
         sizes = dict(common.sizes)
         sent = sum(sent_bytes(step, sizes) for step in steps)
         # No step may cut a group of rows, so every step counts, not only both ends.
@@ -206,13 +211,6 @@ def _with_pieces(
     return dataclasses.replace(
         base, pieces=pieces, bytes_sent=pieces.of_all(sent), least_bytes=missing
     )
-
-
-def _steps(common: CommonAxes, shape: tuple[int, ...], wire: np.dtype) -> tuple[Move, ...] | None:
-    used = {name for dims in (common.source, common.target) for axes in dims for name in axes}
-    if len(used) > _MOST_AXES or 0 in shape:
-        return None
-    return _plan_moves(common.source, common.target, shape, wire.itemsize, common.sizes)
 
 
 # The key has no device ids and no dtype, so all layers of a model share one search.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import jax
 
-from shardwright.reshard.plan import AxesByDim, Move, MoveKind, shard_count
+from shardwright.reshard.grid import blocks_of
+from shardwright.reshard.plan import Move, MoveKind, shard_count
 
 
 def run_moves(x: jax.Array, moves: Sequence[Move], mesh: Mapping[str, int]) -> jax.Array:
@@ -54,26 +54,7 @@ def permutation(move: Move, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
 
     Devices are numbered over the mesh axes of the step.
     """
-    device_before = _devices_by_block(move.before, move.mesh_axes, mesh)
-    device_after = _devices_by_block(move.after, move.mesh_axes, mesh)
-    return [(device, device_after[block]) for block, device in device_before.items()]
-
-
-def _devices_by_block(
-    dims: AxesByDim, mesh_axes: Sequence[str], mesh: Mapping[str, int]
-) -> dict[tuple[int, ...], int]:
-    """Return the device of each block. A block is given by its number along every dimension."""
-    sizes = [mesh[name] for name in mesh_axes]
-    devices = {}
-    for device in range(math.prod(sizes)):
-        coordinates, rest = {}, device
-        for name, size in zip(reversed(mesh_axes), reversed(sizes), strict=True):
-            rest, coordinates[name] = divmod(rest, size)
-        block = []
-        for axes in dims:
-            number = 0
-            for name in axes:
-                number = number * mesh[name] + coordinates[name]
-            block.append(number)
-        devices[tuple(block)] = device
-    return devices
+    sizes = {name: mesh[name] for name in move.mesh_axes}
+    receivers = {block: device for device, block in enumerate(blocks_of(move.after, sizes))}
+    senders = enumerate(blocks_of(move.before, sizes))
+    return [(device, receivers[block]) for device, block in senders]

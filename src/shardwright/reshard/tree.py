@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
 from shardwright.manager import trees
@@ -237,22 +236,10 @@ def plan_moves_of(
             leaf = leaf if tied == path else dataclasses.replace(leaf, tied_to=tied)
         leaves.append(leaf)
     raise_problems(problems)
-    return ReshardPlan(
-        leaves=tuple(leaves), order=_order(leaves, donate=donate), piece=limit, donate=donate
-    )
-
-
-def _order(leaves: Sequence[LeafMove], *, donate: bool) -> tuple[int, ...]:
-    """Return the order of the moves. With donation, the leaves that free most memory come first."""
-    if not donate:
-        return tuple(range(len(leaves)))
-    return tuple(
-        sorted(
-            range(len(leaves)),
-            # A leaf that frees memory early makes room for the copies of those that grow.
-            key=lambda at: leaves[at].route.target_bytes - leaves[at].route.source_bytes,
-        )
-    )
+    # With donation, a leaf that frees memory early makes room for the copies of those that grow.
+    growth = [donate * (leaf.route.target_bytes - leaf.route.source_bytes) for leaf in leaves]
+    order = sorted(range(len(leaves)), key=growth.__getitem__)
+    return ReshardPlan(leaves=tuple(leaves), order=tuple(order), piece=limit, donate=donate)
 
 
 def _plan_leaf(
@@ -276,8 +263,14 @@ def _plan_leaf(
             f"the collectives of XLA do not take arrays of {own}",
             fix="move it with jax.device_put(x, sharding), or as int8",
         )
+    place = "one device" if isinstance(where, SingleDeviceSharding) else str(where)
+    if isinstance(where, NamedSharding):
+        place = spec_text(where.spec)
     return LeafMove(
-        path=path, source=_source_text(where), target=spec_text(target.spec), route=route
+        path=path,
+        source="host" if where is None else place,
+        target=spec_text(target.spec),
+        route=route,
     )
 
 
@@ -312,26 +305,14 @@ def where_is(value: Any, target: NamedSharding) -> Sharding | None:
                 fix="pass source=, a manager or a tree of shardings",
             )
         return None
-    if sharding.memory_kind in ("pinned_host", "unpinned_host") or _other_platform(value, target):
+    if sharding.memory_kind in ("pinned_host", "unpinned_host"):
         return None
+    if isinstance(value, jax.Array) and isinstance(target.mesh, Mesh):
+        platforms = {device.platform for device in target.mesh.devices.flat}
+        if not platforms & {device.platform for device in value.devices()}:
+            return None
     own: Sharding = sharding
     return own
-
-
-def _other_platform(value: Any, target: NamedSharding) -> bool:
-    """Tell whether an array is on another backend than the target, such as CPU and GPU."""
-    if not isinstance(value, jax.Array) or not hasattr(target.mesh, "devices"):
-        return False
-    platforms = {device.platform for device in target.mesh.devices.flat}
-    return not platforms & {device.platform for device in value.devices()}
-
-
-def _source_text(sharding: Sharding | None) -> str:
-    if sharding is None:
-        return "host"
-    if isinstance(sharding, NamedSharding):
-        return spec_text(sharding.spec)
-    return "one device" if isinstance(sharding, SingleDeviceSharding) else str(sharding)
 
 
 def _shardings_in(tree: Any) -> Any:

@@ -108,7 +108,7 @@ def test_nothing_but_padding() -> None:
     "valid", [VALID[0], VALID.astype(np.int32), [[True]]], ids=["shape", "dtype", "list"]
 )
 def test_refused(valid: Any) -> None:
-    with raises(sw.LayerError, "(8, 4)", path="valid"):
+    with raises(sw.LayerError, path="valid", fix="(8, 4)"):
         moe.apply(MOE, parameters(MOE), X, valid=valid)
 
 

@@ -75,7 +75,9 @@ def blocks_of(
         return blockwise
     from shardwright.attention.kernels import splash_blocks
 
-    return splash_blocks.SplashBlocks(interpret=_on_cpus(call), first_rows=first_rows)
+    # A call for TPUs runs on CPUs in tests, which interpret the kernels.
+    on_cpus = isinstance(call.mesh, Mesh) and call.mesh.devices.flat[0].platform == "cpu"
+    return splash_blocks.SplashBlocks(interpret=on_cpus, first_rows=first_rows)
 
 
 def explained(inner: Inner, call: AttentionCall) -> str:
@@ -99,7 +101,8 @@ def attend_whole(inner: Inner, call: AttentionCall) -> Callable[..., Any]:
     cuDNN returns None for the logsumexp.
     """
     if inner.name == "cudnn":
-        return functools.partial(_attend_by_cudnn, call=call)
+        # cuDNN reads the recipe of the call.
+        return lambda whole, recipe: (cudnn.attend(whole, call=call).o, None, None)
     attend: Callable[..., Any] = blocks_of(inner, call, first_rows=first_rows(call)).attend
     return attend
 
@@ -119,13 +122,3 @@ def run_inner(
     # JAX cannot differentiate the platforms' own kernels.
     run = shards.run_on_shards if inner.name == "blockwise" else shards.run_opaque
     return run(functools.partial(kernel, call=call, inner=inner), operands, call)
-
-
-def _attend_by_cudnn(whole: Operands, recipe: Any, *, call: AttentionCall) -> tuple[Any, ...]:
-    del recipe  # cuDNN reads the recipe of the call
-    return cudnn.attend(whole, call=call).o, None, None
-
-
-def _on_cpus(call: AttentionCall) -> bool:
-    """Tell whether a call for TPUs runs on CPUs, as in tests. Its kernels are then interpreted."""
-    return isinstance(call.mesh, Mesh) and call.mesh.devices.flat[0].platform == "cpu"

@@ -189,7 +189,8 @@ def inside_shard_map(call: AttentionCall) -> tuple[str, ...]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(job: _ShardedKernel, floats: dict[str, Any], others: Any) -> Result:
     def local(floats: dict[str, Any], others: Any) -> Result:
-        return job.kernel(job.read(*job.vary((floats, others)))).without_kept()
+        result = job.kernel(job.read(*job.vary((floats, others))))
+        return dataclasses.replace(result, kept=())
 
     result: Result = job.map(local, (job.floats, job.others), job.results)(floats, others)
     return result
@@ -287,7 +288,7 @@ def _pull_back(job: _ShardedKernel, floats: dict[str, Any], others: Any) -> tupl
     def kernel(wide: dict[str, Any]) -> tuple[Result, Any]:
         narrow = {name: x.astype(floats[name].dtype) for name, x in wide.items()}
         result = job.kernel(job.read(narrow, others))
-        return result.without_kept(), result.kept
+        return dataclasses.replace(result, kept=()), result.kept
 
     return jax.vjp(kernel, wide, has_aux=True)
 

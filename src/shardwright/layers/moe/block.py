@@ -46,7 +46,7 @@ from shardwright.vocabulary.axes import (
     MLP_INTERMEDIATE,
     QUERY_LENGTH,
 )
-from shardwright.vocabulary.read import instance, read_value
+from shardwright.vocabulary.read import instance, read_value, refuse
 
 NOTHING_SENT = Exchange(name="none", why="nothing is sent", rows=0, most=0, native=False)
 _UP = (EXPERT, EMBED, MLP_INTERMEDIATE)
@@ -192,7 +192,13 @@ def apply(
     x = x.astype(config.dtypes.compute)
     manager: PartitionManager | None = context.current()
     if manager is None:
-        y, sums = _on_shard(config, _unsharded_dispatch(config, x), params, state.bias, x, valid)
+        tokens = math.prod(x.shape[:-1])
+        slots = config.capacity.slots(tokens, config.per_token, config.experts)
+        exchange, matmul = _choose(
+            config, shards=1, slots=slots, tokens=tokens, sent=False, platform=platform_of(None)
+        )
+        alone = Dispatch(slots=slots, exchange=exchange, matmul=matmul)
+        y, sums = _on_shard(config, alone, params, state.bias, x, valid)
     else:
         dispatch = explain(config, x.shape, mode=mode)
         # This takes FSDP's axes off the weights. The axes that are left, such as those of EXPERT,
@@ -237,7 +243,24 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
     expert_axes = tuple(axis for axis in experts.decisions[0].mesh_axes if sizes[axis] > 1)
     hidden_axes = tuple(axis for axis in experts.decisions[2].mesh_axes if sizes[axis] > 1)
     both = tuple(axis for axis in expert_axes if axis in token_axes)
-    _check_axes(token_axes, expert_axes, hidden_axes, both)
+    twice = [axis for axis in hidden_axes if axis in token_axes]
+    refuse(
+        StrategyError,
+        (
+            # `_serve` either sends tokens over all mesh axes of the experts, or over none of them.
+            both and both != expert_axes,
+            "",
+            f"{'+'.join(expert_axes)} shard the experts, and only {'+'.join(both)} the tokens",
+            "shard BATCH over all mesh axes of EXPERT, or over none of them",
+        ),
+        (
+            # The all-reduce over the hidden axes would add results of different tokens.
+            twice,
+            "",
+            f"{'+'.join(twice)} shards both the tokens and MLP_INTERMEDIATE of the experts",
+            "give BATCH and MLP_INTERMEDIATE different mesh axes",
+        ),
+    )
     _check_shared(config, manager, mode, hidden_axes)
     senders = math.prod(sizes[axis] for axis in token_axes)
     own_tokens = math.prod(shape[:-1]) // senders
@@ -290,28 +313,6 @@ def _choose(
     return exchange, matmul
 
 
-def _check_axes(
-    token_axes: tuple[str, ...],
-    expert_axes: tuple[str, ...],
-    hidden_axes: tuple[str, ...],
-    both: tuple[str, ...],
-) -> None:
-    """Check the mesh axes that tokens share with experts (`both`) and with their hidden dims."""
-    # `_serve` either sends tokens over all mesh axes of the experts, or over none of them.
-    if both and both != expert_axes:
-        raise StrategyError(
-            f"the experts are sharded over {'+'.join(expert_axes)}, but the tokens only over "
-            f"{'+'.join(both)} of these",
-            fix="shard BATCH over all mesh axes of EXPERT, or over none of them",
-        )
-    # The all-reduce over the hidden axes would add results of different tokens.
-    if shared := [axis for axis in hidden_axes if axis in token_axes]:
-        raise StrategyError(
-            f"{'+'.join(shared)} shards both the tokens and MLP_INTERMEDIATE of the experts",
-            fix="give BATCH and MLP_INTERMEDIATE different mesh axes",
-        )
-
-
 def _check_capacity(
     config: MoEConfig, dispatch: Dispatch, manager: PartitionManager, mode: str | None
 ) -> None:
@@ -348,15 +349,6 @@ def _check_shared(
             fix="choose a hidden size that divides over the first alternative of the rule for "
             "MLP_INTERMEDIATE, or a rule without alternatives",
         )
-
-
-def _unsharded_dispatch(config: MoEConfig, x: Any) -> Dispatch:
-    tokens = math.prod(x.shape[:-1])
-    slots = config.capacity.slots(tokens, config.per_token, config.experts)
-    matmul = choose_matmul(
-        config, experts=config.experts, slots=slots, tokens=tokens, platform=platform_of(None)
-    )
-    return Dispatch(slots=slots, exchange=NOTHING_SENT, matmul=matmul)
 
 
 def _token_axes(shape: tuple[int, ...]) -> tuple[str, ...]:
