@@ -15,6 +15,7 @@ from shardwright.inference.atoms import Atom, AtomDims, finest, new_dims
 from shardwright.inference.attention import name_attention
 from shardwright.inference.constraints import choose, operations
 from shardwright.inference.facts import AtomConflict, Facts
+from shardwright.inference.given import GivenSizes, read_seeds, read_sizes
 from shardwright.inference.inferred import Inferred, InferredDim, NameConflict
 from shardwright.inference.kernels import Kernels
 from shardwright.inference.names import (
@@ -25,8 +26,6 @@ from shardwright.inference.names import (
     name_rows,
     name_windows,
 )
-from shardwright.inference.seeds import read_seeds
-from shardwright.inference.sizes import GivenSizes, read_sizes
 from shardwright.inference.slices import name_slices
 from shardwright.inference.spelling import routers, spell
 from shardwright.inference.stacks import (
