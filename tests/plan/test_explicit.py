@@ -22,8 +22,10 @@ from shardwright.show.search import search_text
 from shardwright.testing import cpu_mesh
 from tests.plan.against_xla import compiled_bytes, planned_bytes
 from tests.raising import raises
+from tests.tpu_compile import MARKS
 
-BATCH, LENGTH, EMBED, INNER, HEADS, DIM, VOCAB, EXPERTS = 8, 16, 64, 128, 8, 16, 256, 4
+# Nothing runs. On TPUs, each device has whole tiles of these.
+BATCH, LENGTH, EMBED, INNER, HEADS, DIM, VOCAB, EXPERTS = 16, 512, 1024, 4096, 8, 128, 8192, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,10 +161,10 @@ PROGRAMS = {
 }
 
 
-def arguments(name: str, mesh: Any) -> tuple[Any, Any]:
+def arguments(name: str, mesh: Any, dtype: Any = jnp.float32) -> tuple[Any, Any]:
     def shaped(shape: tuple[int, ...], spec: P) -> Any:
-        dtype = jnp.int32 if len(shape) == 2 and spec[0] == "dp" else jnp.float32
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        own = jnp.int32 if len(shape) == 2 and spec[0] == "dp" else dtype
+        return jax.ShapeDtypeStruct(shape, own, sharding=NamedSharding(mesh, spec))
 
     _, weights, x = MODELS[name]
     return {key: shaped(*each) for key, each in weights.items()}, shaped(*x)
@@ -256,13 +258,31 @@ def test_search_traces_each_explicit_candidate_once() -> None:
     assert sorted(each["dp"] for each in traces) == [1, 1, 2, 4, 8]
 
 
-@pytest.mark.full
-def test_verified_plan_of_explicit_program_is_exact() -> None:
-    mesh = sw.abstract_mesh("dp:2,tp:4", axis_types="explicit")
+def differences(case: str, **target: Any) -> list[int]:
+    """Bytes over each set of mesh axes that a compiler adds to the plan."""
+    name, by = PROGRAMS[case]
+    types = dict.fromkeys(by.explicit, "explicit")
+    mesh = sw.abstract_mesh("dp:2,tp:4", axis_types=types)
     pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=mesh)
-    run = program("experts", SPELLINGS["out_sharding"])
-    verified = verify_plan(pm, Program(run, arguments("experts", mesh)), platform="cpu")
-    assert [sent.difference for sent in verified.traffic] == [0, 0]
+    given = arguments(name, mesh, jnp.bfloat16 if "topology" in target else jnp.float32)
+    verified = verify_plan(pm, Program(program(name, by), given), **target)
+    return [sent.difference for sent in verified.traffic]
+
+
+@pytest.mark.full
+def test_verify_compiles_explicit_program() -> None:
+    assert differences("experts by out_sharding", platform="cpu") == [0, 0]
+
+
+class TestTPU:
+    pytestmark = MARKS
+
+    @pytest.mark.parametrize(
+        "case",
+        ["mlp by reshard", "mlp, tp explicit", "sequence by out_sharding", "experts by reshard"],
+    )
+    def test_plan_equals_program_for_tpus(self, case: str) -> None:
+        assert differences(case, topology="v5e:2x4") == [0, 0]
 
 
 def test_infer_and_check_read_explicit_program(tmp_path: Path) -> None:
