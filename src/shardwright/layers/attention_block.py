@@ -21,7 +21,7 @@ from shardwright.layers import fp8, norm, projection
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.fp8 import Recipe, read_recipe
 from shardwright.layers.fp8.recipe import RECIPE
-from shardwright.layers.inputs import check_params, read_keys
+from shardwright.layers.inputs import SIZE, check_params, read_keys
 from shardwright.layers.lora import LoraConfig
 from shardwright.layers.norm import RMS, NormConfig
 from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, check_rows, place
@@ -44,7 +44,6 @@ from shardwright.vocabulary.read import (
     Faults,
     FieldKind,
     instance,
-    integer,
     number,
     read_fields,
     read_value,
@@ -65,7 +64,6 @@ def _read_theta(name: str, theta: Any) -> tuple[Any, Faults]:
     return BASE.read(name, theta) if has_base else (theta, [])
 
 
-SIZE: Final = integer(fix="pass a positive integer, such as {name}=8")
 FACTOR: Final = number("positive", fix="pass a number, or leave {name} out for the default")
 WINDOW: Final = FieldKind(_read_window)
 BASE: Final = number(

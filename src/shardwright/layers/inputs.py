@@ -14,8 +14,9 @@ from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import context
 from shardwright.vocabulary.integers import with_article
 from shardwright.vocabulary.keys import as_key
-from shardwright.vocabulary.read import array, read_value
+from shardwright.vocabulary.read import array, integer, read_value
 
+SIZE: Final = integer(fix="pass a positive integer, such as {name}=32")
 KEYS: Final = ("dropout",)  # the names that a block reads in `keys`
 _KEYS_FIX: Final = 'pass keys={"dropout": jax.random.key(0)}; leave keys out to drop nothing'
 _UNKNOWN_FIX: Final = (

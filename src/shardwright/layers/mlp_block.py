@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -16,7 +16,7 @@ from shardwright.layers.dropout import dropout
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.fp8 import Recipe, read_recipe
 from shardwright.layers.fp8.recipe import RECIPE
-from shardwright.layers.inputs import check_params, read_keys
+from shardwright.layers.inputs import SIZE, check_params, read_keys
 from shardwright.layers.lora import LoraConfig
 from shardwright.layers.norm import RMS, NormConfig
 from shardwright.layers.placement import OPERAND, RESIDUAL, check_residual, place
@@ -28,9 +28,8 @@ from shardwright.vocabulary.axes import (
     MLP_INTERMEDIATE,
     QUERY_LENGTH,
 )
-from shardwright.vocabulary.read import RATE, integer, read_fields
+from shardwright.vocabulary.read import RATE, read_fields
 
-SIZE: Final = integer(fix="pass a positive integer, {name}=512")
 HIDDEN = (BATCH, QUERY_LENGTH, MLP_INTERMEDIATE)
 
 

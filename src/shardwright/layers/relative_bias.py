@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,11 @@ import numpy as np
 
 from shardwright.errors import LayerError, RankMismatchError
 from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.layers.inputs import SIZE
 from shardwright.layers.placement import is_inside_shard_map, place
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import BIAS_HEAD_SEQ, BIAS_KV_SEQ, EMPTY, HEAD, QUERY_LENGTH
-from shardwright.vocabulary.read import integer, read_fields
-
-SIZE: Final = integer(fix="pass a positive integer, such as {name}=32")
+from shardwright.vocabulary.read import read_fields
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

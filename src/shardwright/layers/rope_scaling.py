@@ -88,9 +88,6 @@ class _Values:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.left.pop(key, default)
-        fix = f"write {key} as config.json of the model has it"
-        if value is None:
-            raise LayerError(f"scaling has no {key}", path="scaling", fix=fix)
         read_value(key, value, _POSITIVE, error=LayerError)
         return float(value)
 

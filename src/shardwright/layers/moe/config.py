@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from shardwright.errors import LayerError
 from shardwright.layers.activation import ACTIVATION
 from shardwright.layers.dtypes import FLOAT32, Dtypes
+from shardwright.layers.inputs import SIZE
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import EMBED, EXPERT_GATE
 from shardwright.vocabulary.layouts import (
@@ -22,7 +23,6 @@ from shardwright.vocabulary.layouts import (
 )
 from shardwright.vocabulary.read import instance, integer, number, passes, read_fields, refuse
 
-SIZE: Final = integer(fix="give an integer of at least 1")
 LOSS: Final = number("not negative", fix="write {name}=0.01, or 0 for none")
 NO_RECIPE: Final = passes(
     lambda recipe: recipe is None,
