@@ -265,7 +265,10 @@ def arrange(
             continue
         for name in names:
             unused.pop(name, None)
-        latent = _latent(path, sizes)
+        # A key and a value of latent attention are parts of one tensor.
+        is_part = path.endswith(("attention/key", "attention/value"))
+        latents = [each.attention for each in sizes.stacks if is_part]
+        latent = next((each for each in latents if isinstance(each, LatentConfig)), None)
         # `kv_b_proj` of DeepSeek has, for each head, its plain key and then its value.
         start = latent.plain_dim if latent is not None and path.endswith("value") else 0
         arranged = _arranged(checkpoint, names, path, spec, start)
@@ -303,13 +306,6 @@ def _names_of(path: str, family: Tensors, prefix: str) -> list[str]:
         start += family.layers.replace("#", number)
     listed = (name.split(" | ") for name in family.parameters.get(own, ()))
     return [" | ".join(start + name for name in names) for names in listed]
-
-
-def _latent(path: str, sizes: Sizes) -> LatentConfig | None:
-    """Return the latent attention of a key or value: both are parts of one tensor."""
-    latents = (each.attention for each in sizes.stacks)
-    is_part = path.endswith(("attention/key", "attention/value"))
-    return next((each for each in latents if is_part and isinstance(each, LatentConfig)), None)
 
 
 def _misfits(

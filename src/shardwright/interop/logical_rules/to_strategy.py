@@ -144,7 +144,12 @@ def to_strategy(
     if idle:
         policy["idle"] = "+".join(idle)
         notes.append(f"mesh axes that no rule names are idle: {', '.join(idle)}")
-    other: dict[str, Any] = {"mesh": sizes, "axes": _own_axes(targets), "policy": policy}
+    # The strategy declares the axes that the vocabulary lacks, by the first of their names.
+    own_names: dict[str, str] = {}
+    for name, target in targets.items():
+        if canonical_axis(axis_in(target)) not in {EMPTY, *KNOWN_AXES}:
+            own_names.setdefault(file_name(axis_in(target)), f"{name} in the imported rules")
+    other: dict[str, Any] = {"mesh": sizes, "axes": own_names, "policy": policy}
     data, origin = _written(tables, {key: value for key, value in other.items() if value})
     return Imported(strategy=Strategy._from_data(data, origin), names=targets, notes=tuple(notes))
 
@@ -175,16 +180,6 @@ def _written(
             # Several rules became the candidates of one, which were written in several places.
             origin[(*path, axis)] = ", ".join(pair.source for pair in chain)
     return data, origin
-
-
-def _own_axes(targets: Mapping[str, tuple[str, Role] | str]) -> dict[str, str]:
-    """Return the axes that the strategy must declare, each with a description."""
-    axes: dict[str, str] = {}
-    for name, target in targets.items():
-        axis = axis_in(target)
-        if canonical_axis(axis) not in {EMPTY, *KNOWN_AXES}:
-            axes.setdefault(file_name(axis), f"{name} in the imported rules")
-    return axes
 
 
 # Far more than a model has. The time that a strategy takes grows with the square.
