@@ -188,6 +188,31 @@ def test_plan_equals_compiled_program(case: str) -> None:
     assert planned_bytes(report) == compiled_bytes(pm, run, given)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "w", "out", "kind"),
+    [
+        # Both operands have dp. The larger one, w, is gathered, since the type keeps the rows.
+        ("dp:8", P(None, "dp"), P("dp", None), "all_gather"),
+        # tp cuts a dim of the result, which sends nothing, and the sum over it is one over tp.
+        ("dp:2,tp:4", P(None, None), P("dp", "tp"), "all_reduce"),
+    ],
+)
+def test_type_of_result_decides_what_is_sent(sizes: str, w: P, out: P, kind: str) -> None:
+    mesh = cpu_mesh(sizes, axis_types="explicit")
+    pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=mesh)
+
+    def run(x: Any, w: Any) -> Any:
+        return jnp.einsum("be,em->bm", x, w, out_sharding=out).sum(1)
+
+    given = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((16, 64), P("dp", None)), ((64, 128), w))
+    ]
+    planned = planned_bytes(pm.plan(run, *given))
+    assert [each for each, _ in planned] == [kind]
+    assert planned == compiled_bytes(pm, run, given)
+
+
 HIDDEN = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
 INSIDE = (sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)
 SPECS = {
