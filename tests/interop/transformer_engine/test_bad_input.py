@@ -192,7 +192,7 @@ def test_sizes_without_whole_blocks(name: str) -> None:
 
 def test_a_mask_is_never_of_both_kinds() -> None:
     """Attention of this library refuses integers, and a bool mask of a module hides where True."""
-    with raises(sw.AttentionError, "uint8", "bool", path="mask"):
+    with raises(sw.AttentionError, "uint8", path="mask", fix="bool"):
         sw.attention.dot_product_attention(Q, Q, Q, mask=ONES.astype(jnp.uint8), mode=sw.MODE_TRAIN)
     q = jnp.asarray(np.random.default_rng(1).standard_normal(Q.shape), jnp.float32)
     hidden = np.zeros((1, 1, 3, 3), bool)
