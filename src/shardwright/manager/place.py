@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.core import Tracer
+from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from shardwright import _jax
 from shardwright.errors import (
@@ -62,7 +63,7 @@ def place(
     """
     # A trace calls this function thousands of times, nearly always with a tracer. So test for a
     # tracer once, and build a request only if its decision is not in the cache.
-    traced = isinstance(x, jax.core.Tracer)
+    traced = isinstance(x, Tracer)
     # A leaf has a path, and its data was compared between processes together with its tree.
     if not traced and path is None:
         group = manager.group()
@@ -76,14 +77,14 @@ def place(
                     manager, leaf.value, (leaf.annotation,), mode, role, strict, leaf.path
                 ),
             )
-    shape = x.shape if traced else np.shape(x)
+    shape = x.aval.shape if traced else np.shape(x)  # `x.shape` of a tracer runs Python code
     key: Any = (
         axes,
         shape,
         mode,
         role,
         strict,
-        jax.sharding.get_abstract_mesh(),  # the empty one if no mesh is ambient
+        get_abstract_mesh(),  # the empty one if no mesh is ambient
         path if path is not None and manager.reads_paths else None,
     )
     try:
