@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardwright import _jax
 from shardwright.errors import IndivisibleError, LayerError
@@ -20,11 +21,13 @@ from shardwright.layers.inputs import read_key
 from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
-from shardwright.resolution.partition_specs import entry_of
+from shardwright.manager.shards import place_for_shard_map
+from shardwright.resolution.partition_specs import canonical_spec, entry_names, entry_of, spec_of
 from shardwright.resolution.rules import AxisRules
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import BATCH
 from shardwright.vocabulary.integers import read_integer
+from shardwright.vocabulary.read import one_of, read_all
 
 
 @jax.tree_util.register_dataclass
@@ -73,23 +76,37 @@ def accumulate(
     *,
     specs: Any,
     mean_over: Literal["examples"] | None = None,
+    gather: Literal["each", "once"] = "each",
+    trainable: Callable[[str], bool] | None = None,
 ) -> Callable[..., Accumulated]:
     """Return a function of (params, batch, channel, *, key) that runs a loss on n microbatches.
 
-    Each device adds the gradients of its microbatches, and they are summed over devices once, after
-    the last one. For that the weights are gathered once, before the first one, and stay gathered,
-    and the gradients are added whole, in float32 at least: this takes the memory of both.
-    Microbatch i has the i-th part of the examples of each device.
+    Each device adds the gradients of its microbatches, in float32 at least. Gradients of a weight
+    that the mesh axes of BATCH replicate are summed over these axes once, after the last
+    microbatch. A weight of W bytes that FSDP stores over F devices is gathered and its gradient is
+    scattered. Each device
+
+    - with `gather="each"` sends about 3 n W bytes, and holds W / F of weights and as many elements
+      of sums. The loss gathers each weight where it uses it.
+    - with `gather="once"` sends about 2 W bytes, and holds W of weights and as many elements of
+      sums. All weights are gathered before the first microbatch.
+
+    Mesh axes that BATCH is not sharded over, such as tp and sp, work as without accumulation: over
+    sp, each microbatch sums its gradients. Microbatch i has the i-th part of the examples of each
+    device.
 
     Args:
       loss: Function of (params, batch, channel) that returns (`Weighted(total, weight)`, seen) of
         these examples, such as `(cross_entropy(...).weighted, None)`. It runs inside a `shard_map`
-        over the mesh axes of BATCH, so it may not contain an MoE layer. With a key, it is
-        called with `key=` too. It may not close over a key: all microbatches would have the same.
+        over the mesh axes of BATCH. With a key, it is called with `key=` too. It may not close over
+        a key: all microbatches would have the same.
       n: Number of microbatches. It divides the number of examples of a device.
       specs: The `ArraySpec`s of the parameters.
       mean_over: "examples" if the loss returns (mean, seen), where the mean is a scalar that counts
         every example the same. Defaults to none: the loss returns a `Weighted`.
+      gather: When FSDP gathers weights, "each" time that the loss does or "once".
+      trainable: Function of the path of a parameter, such as `lambda path: "lora" in path`. The
+        others are not differentiated, and their gradients are None. Defaults to all.
 
     Returns:
       Function of `params`, as stored; `batch`, a tree of arrays whose dim 0 is BATCH; `channel`, of
@@ -99,18 +116,15 @@ def accumulate(
 
     Raises:
       IndivisibleError: n does not divide the examples of a device.
-      LayerError: n is not a positive integer, a `shard_map` surrounds the call, or the mesh has an
-        axis that BATCH is not sharded over, or Explicit axes. Or the arrays of `batch` differ in
-        dim 0, `channel` has other uses than n, the loss closes over a key, or the loss does not
-        return what `mean_over` says.
+      LayerError: n is not a positive integer, or a `shard_map` surrounds the call. Or the arrays of
+        `batch` differ in dim 0, `channel` has other uses than n, the loss closes over a key, or the
+        loss does not return what `mean_over` says.
     """
     read_integer("n", n, error=LayerError, fix="pass the number of microbatches, such as n=4")
-    if mean_over not in (None, "examples"):
-        raise LayerError(
-            f"mean_over={mean_over!r} is unknown",
-            path="mean_over",
-            fix='write "examples", or leave it out and return a Weighted',
-        )
+    words = [("gather", gather, one_of(("each", "once")))]
+    if mean_over is not None:
+        words.append(("mean_over", mean_over, one_of(("examples",))))
+    read_all(words, error=LayerError)
 
     def run(params: Any, batch: Any, channel: Any = None, *, key: Any = None) -> Accumulated:
         if is_inside_shard_map():
@@ -118,68 +132,167 @@ def accumulate(
                 "accumulate is called inside a shard_map",
                 fix="call it outside: it runs a shard_map of its own",
             )
-        manager: PartitionManager | None = context.current()
         size = _batch_size(batch)
         _check_channel(channel, n)
         _check_closure(loss)
         if key is not None:
             key = read_key("key", key, fix="pass key=jax.random.key(0), another one for each step")
-        if manager is not None:
-            _check_mesh(manager, size)
-        step = _make_step(loss, n, manager, size, mean_over=mean_over)
-        if manager is None:
-            return step.run(params, batch, channel, key)
-        # Gathered outside of the scan. Inside of it, every microbatch would gather them again.
-        weights = manager.gather(params, specs)
-        result = _on_shards(step, manager)(weights, batch, channel, key)
-        return dataclasses.replace(result, grads=manager.shard(result.grads, specs, role="param"))
+        manager: PartitionManager | None = context.current()
+        sharded = () if manager is None else manager.mesh_axes(BATCH, size)
+        axes = {axis: manager.sizes[axis] for axis in sharded if manager.sizes[axis] > 1}
+        shards = math.prod(axes.values())
+        if size % (shards * n):
+            raise IndivisibleError(
+                f"n={n} does not divide the {size // shards} examples of a device",
+                path="n",
+                fix="choose a divisor",
+            )
+        paths = [path_text(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        step = _AccumulationStep(
+            loss=loss,
+            n=n,
+            axes=tuple(axes),
+            manager=manager,
+            specs=specs,
+            examples=size // (shards * n),
+            is_mean=mean_over is not None,
+            once=gather == "once" and manager is not None,
+            trained=tuple(trainable is None or trainable(path) for path in paths),
+        )
+        return step.run(params, batch, channel, key)
 
     return run
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _AccumulationStep:
-    """A step on the examples of one device.
+    """A step of several microbatches.
 
     Attributes:
       loss: The argument of `accumulate`.
       n: Number of microbatches.
       axes: Mesh axes that shard the examples; none without a manager.
-      manager: The manager inside the `shard_map`, or None.
-      examples: Number of examples of a microbatch.
+      manager: The ambient manager, or None.
+      specs: The argument of `accumulate`.
+      examples: Number of examples of a microbatch on a device.
       is_mean: Whether the loss returns a mean over these examples.
+      once: Whether all weights are gathered before the first microbatch.
+      trained: For each leaf of the parameters, whether it has a gradient.
     """
 
     loss: Callable[..., Any]
     n: int
     axes: tuple[str, ...]
     manager: PartitionManager | None
+    specs: Any
     examples: int
     is_mean: bool
+    once: bool
+    trained: tuple[bool, ...]
 
-    def run(self, weights: Any, batch: Any, channel: Any, key: Any) -> Accumulated:
+    def run(self, params: Any, batch: Any, channel: Any, key: Any) -> Accumulated:
         """Return the loss and the gradients of all microbatches of all devices."""
-        with contextlib.nullcontext() if self.manager is None else self.manager:
-            sums, (sent, seen) = self._scan(weights, batch, channel, key)
-        if self.axes:
-            sums = jax.lax.psum(sums, self.axes)
+        if self.manager is not None and self.axes:
+            sums, (sent, seen) = self._on_shards(self.manager, params, batch, channel, key)
+        else:
+            sums, (sent, seen) = self._scan(params, batch, channel, key)
         loss, grads = sums
         # Without a token that counts, total and gradients are 0.
         divisor = jnp.where(loss.weight == 0, 1, loss.weight)
-        grads = jax.tree.map(lambda grad, like: (grad / divisor).astype(like.dtype), grads, weights)
-        sent, seen = jax.tree.map(_over_devices, (sent, seen))
-        value = loss.total / divisor
-        return Accumulated(value=value, weight=loss.weight, grads=grads, sent=sent, seen=seen)
+        leaves, structure = jax.tree.flatten(params)
+        given = iter(grads)
+        means = [
+            (next(given) / divisor).astype(leaf.dtype) if trained else None
+            for leaf, trained in zip(leaves, self.trained, strict=True)
+        ]
+        return Accumulated(
+            value=loss.total / divisor,
+            weight=loss.weight,
+            grads=jax.tree.unflatten(structure, means),
+            sent=sent,
+            seen=seen,
+        )
 
-    def _scan(self, weights: Any, batch: Any, channel: Any, key: Any) -> tuple[Any, Any]:
-        """Return the sums of a device, and (sent, seen) of each microbatch."""
-        # The gradient of a weight that varies over the devices is not summed over them.
-        weights, zero = self._varying((weights, jnp.zeros(())))
+    def _on_shards(
+        self, manager: PartitionManager, params: Any, batch: Any, channel: Any, key: Any
+    ) -> Any:
+        """Do what `_scan` does, on the shards of the examples, and sum over them once."""
+        shardings = jax.tree.leaves(manager.shardings(params, self.specs))
+        stored = [_manual_part(sharding.spec, self.axes) for sharding in shardings]
+        grads = [spec for spec, trained in zip(stored, self.trained, strict=True) if trained]
+        leaves, structure = jax.tree.flatten(manager.shard(params, self.specs, role="param"))
+        rows, whole = spec_of(self.axes), PartitionSpec()
+        # Over Explicit axes, `shard_map` refuses a batch that is sharded in another way.
+        open_rows = jax.tree.map(
+            lambda leaf: PartitionSpec(*rows.partitions, *[PartitionSpec.UNCONSTRAINED] * (np.ndim(leaf) - 1)),
+            batch,
+        )
+        (batch,) = place_for_shard_map([batch], [open_rows], mesh=manager.mesh)
+
+        def on_shard(leaves: Any, batch: Any, channel: Any, key: Any) -> Any:
+            # The gradient of a weight that varies over devices is not summed over them.
+            params = jax.tree.unflatten(structure, _jax.vary_together(leaves, over=self.axes))
+            (loss, sums), others = self._scan(params, batch, channel, key)
+            sums = [
+                jax.lax.psum(total, axes) if (axes := _missing(self.axes, spec)) else total
+                for total, spec in zip(sums, grads, strict=True)
+            ]
+            loss = jax.lax.psum(loss, self.axes)
+            return (loss, sums), jax.tree.map(_over_devices, others)
+
+        mapped = jax.shard_map(
+            on_shard,
+            mesh=manager.mesh,
+            in_specs=(stored, rows, whole, whole),
+            # What leaves is a sum or a maximum over the devices, or the shard of a sum.
+            out_specs=((whole, grads), whole),
+            axis_names=set(self.axes),
+        )
+        return mapped(leaves, batch, channel, key)
+
+    def _scan(self, params: Any, batch: Any, channel: Any, key: Any) -> tuple[Any, Any]:
+        """Return the sums of a device, and (sent, seen) of each microbatch.
+
+        The sums are a `Weighted`, and one sum for each parameter that is trained.
+        """
+        weights, inner = params, self.manager
+        if self.once and self.manager is not None:
+            weights = self.manager.gather(params, self.specs, path="")
+            inner = self.manager.having(rules=_as_used(self.manager.rules))
+        zero = _jax.vary_together(jnp.zeros(()), over=self.axes)
+        start = Weighted(zero, zero), [_zeros(leaf) for leaf in self._pick(weights)]
         # The batch is that of a device, so the microbatches are cut without sending an example.
         parts = jax.tree.map(lambda leaf: leaf.reshape(self.n, -1, *leaf.shape[1:]), batch)
-        start = Weighted(zero, zero), jax.tree.map(_zeros, weights)
-        add = functools.partial(self._add, weights)
-        return jax.lax.scan(add, start, (parts, channel, self._keys(key)))
+        with contextlib.nullcontext() if inner is None else inner:
+            (loss, sums), others = jax.lax.scan(
+                functools.partial(self._add, weights), start, (parts, channel, self._keys(key))
+            )
+        return (loss, self._scatter(params, sums)), others
+
+    def _scatter(self, params: Any, sums: list[Any]) -> list[Any]:
+        """Return the sums as the weights are stored, if the weights were gathered."""
+        if not self.once or self.manager is None:
+            return sums
+        manager, trained = self.manager, self._pick(params)
+        like = [leaf.astype(total.dtype) for leaf, total in zip(trained, sums, strict=True)]
+
+        def gather(trained: list[Any]) -> list[Any]:
+            return self._pick(manager.gather(self._join(params, trained), self.specs, path=""))
+
+        # The transpose of the gather is the reduce-scatter. XLA removes the second gather.
+        return list(jax.vjp(gather, like)[1](sums)[0])
+
+    def _pick(self, tree: Any) -> list[Any]:
+        """Return the leaves that are trained."""
+        pairs = zip(jax.tree.leaves(tree), self.trained, strict=True)
+        return [leaf for leaf, trained in pairs if trained]
+
+    def _join(self, tree: Any, values: Iterable[Any]) -> Any:
+        """Return a tree with other values for the leaves that are trained."""
+        leaves, structure = jax.tree.flatten(tree)
+        given = iter(values)
+        pairs = zip(leaves, self.trained, strict=True)
+        return structure.unflatten([next(given) if trained else leaf for leaf, trained in pairs])
 
     def _keys(self, key: Any) -> Any:
         """Return a key for each microbatch of this device."""
@@ -194,14 +307,21 @@ class _AccumulationStep:
         """Add the loss and the gradients of one microbatch."""
         # Gradients are those of the total: the sum of the weights is known only after the last
         # microbatch. So they, and the fp8 scales, do not depend on the mesh or on n.
-        differentiated = jax.value_and_grad(self._total, (0, 2), has_aux=True)
-        (total, (weight, seen)), (grads, sent) = differentiated(weights, *microbatch)
+        differentiated = jax.value_and_grad(self._total, (0, 3), has_aux=True)
+        if not self.once:
+            # Otherwise XLA gathers the weights before the loop, and holds all of them.
+            part, *rest = microbatch
+            weights, part = jax.lax.optimization_barrier((weights, part))
+            microbatch = part, *rest
+        (total, (weight, seen)), (grads, sent) = differentiated(
+            self._pick(weights), weights, *microbatch
+        )
         return jax.tree.map(jnp.add, sums, (Weighted(total, weight), grads)), (sent, seen)
 
-    def _total(self, weights: Any, part: Any, channel: Any, key: Any) -> Any:
+    def _total(self, trained: Any, weights: Any, part: Any, channel: Any, key: Any) -> Any:
         """Return the total of one microbatch, and (its weight, what the loss has seen)."""
         given = {} if key is None else {"key": key}
-        result = self.loss(weights, part, channel, **given)
+        result = self.loss(self._join(weights, trained), part, channel, **given)
         loss: Any = result[0] if isinstance(result, tuple) and len(result) == 2 else None
         if self.is_mean and _jax.is_array(loss) and np.shape(loss) == ():
             loss = Weighted(loss * self.examples, self.examples)
@@ -215,11 +335,6 @@ class _AccumulationStep:
                     fix="return sums over all tokens of the microbatch",
                 )
         return loss.total, (jnp.asarray(loss.weight), result[1])
-
-    def _varying(self, tree: Any) -> Any:
-        if not self.axes:
-            return tree
-        return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, self.axes, to="varying"), tree)
 
 
 def _wrong_result(result: Any, *, is_mean: bool) -> LayerError:
@@ -290,65 +405,16 @@ def _check_closure(loss: Callable[..., Any]) -> None:
         )
 
 
-def _make_step(
-    loss: Callable[..., Any],
-    n: int,
-    manager: PartitionManager | None,
-    size: int,
-    *,
-    mean_over: str | None,
-) -> _AccumulationStep:
-    axes: tuple[str, ...] = ()
-    shards, inside = 1, None
-    if manager is not None:
-        axes, shards = tuple(manager.mesh_axes(BATCH, size)), manager.axis_size(BATCH, size)
-        # Inside the shard_map, weights are stored as they are used, and BATCH is not sharded.
-        inside = PartitionManager(_as_used(manager.rules), mesh=manager.mesh, mode=manager.mode)
-    if size % (shards * n):
-        raise IndivisibleError(
-            f"n={n} does not divide the {size // shards} examples of a device",
-            path="n",
-            fix="choose a divisor",
-        )
-    return _AccumulationStep(
-        loss=loss,
-        n=n,
-        axes=axes,
-        manager=inside,
-        examples=size // (shards * n),
-        is_mean=mean_over is not None,
-    )
+def _manual_part(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    """Return a spec with some of its mesh axes only."""
+    entries = [entry_names(entry) for entry in spec.partitions]
+    return canonical_spec([entry_of(tuple(a for a in entry if a in axes)) for entry in entries])
 
 
-def _on_shards(step: _AccumulationStep, manager: PartitionManager) -> Callable[..., Accumulated]:
-    """Return a function of (weights, batch, channel, key) on the examples of each device."""
-    whole = PartitionSpec()
-    # What leaves is a sum or a maximum over the devices, so all of them return equal values.
-    on_shards: Callable[..., Accumulated] = jax.shard_map(
-        step.run,
-        mesh=manager.mesh,
-        in_specs=(whole, PartitionSpec(entry_of(step.axes)), whole, whole),
-        out_specs=whole,
-        axis_names=set(step.axes),
-    )
-    return on_shards
-
-
-def _check_mesh(manager: PartitionManager, size: int) -> None:
-    """Refuse what JAX cannot differentiate: a `shard_map` of attention over tp inside this one."""
-    sharded = manager.mesh_axes(BATCH, size)
-    for axis, count in manager.mesh.shape.items():
-        if count > 1 and axis not in sharded:
-            raise LayerError(
-                f"accumulate needs BATCH sharded over all mesh axes, and {axis}={count} does not "
-                "shard it",
-                fix="train under ddp or fsdp, or add the gradients of several steps",
-            )
-    if AxisType.Explicit in manager.mesh.axis_types:
-        raise LayerError(
-            "accumulate needs Auto mesh axes, and the mesh has Explicit ones",
-            fix='build the mesh with axis_types="auto"',
-        )
+def _missing(axes: tuple[str, ...], spec: PartitionSpec) -> tuple[str, ...]:
+    """Return the mesh axes that are not in a spec."""
+    own = [axis for entry in spec.partitions for axis in entry_names(entry)]
+    return tuple(axis for axis in axes if axis not in own)
 
 
 def _as_used(rules: AxisRules) -> AxisRules:

@@ -6,12 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
@@ -47,48 +44,13 @@ class AllGather:
     order: tuple[str, ...] = ()
     moves: tuple[tuple[int, int], ...] = ()
 
-    def __call__(self, w: Any, *, beside_explicit: bool) -> Any:
+    def __call__(self, w: Any) -> Any:
         """Gather a value."""
         if self.moves:
             w = jax.lax.ppermute(w, self.order, self.moves)
-        return _all_gather_beside_explicit(w, self) if beside_explicit else _all_gather(w, self)
-
-
-def _all_gather(w: Any, job: AllGather) -> Any:
-    # To JAX, the result still varies over the gathered axes. Marked as invariant, it would have an
-    # all-reduce as its transpose, and not a reduce-scatter.
-    return jax.lax.all_gather(w, job.axes, axis=job.dim, tiled=True)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _all_gather_beside_explicit(w: Any, job: AllGather) -> Any:
-    """All-gather beside Explicit mesh axes, where JAX cannot transpose an all-gather.
-
-    The tangent is computed by a psum. The transpose of that is a psum and a slice.
-    """
-    return _all_gather(w, job)
-
-
-@_all_gather_beside_explicit.defjvp
-def _all_gather_jvp(job: AllGather, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    return _all_gather_beside_explicit(*primals, job), _sum_of_padded(*tangents, job)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _sum_of_padded(x: Any, job: AllGather) -> Any:
-    """Gather a value with a psum of zero-padded shards.
-
-    The function is jitted, because outside of jit `zeros_like` loses the sharding over Explicit
-    axes.
-    """
-    zeros = jnp.concatenate([jnp.zeros_like(x)] * math.prod(job.sizes), axis=job.dim)
-    # `axis_index` of several mesh axes counts the first as major, as a tiled all-gather does.
-    start = jax.lax.axis_index(job.axes) * x.shape[job.dim]
-    summed = jax.lax.psum(
-        jax.lax.dynamic_update_slice_in_dim(zeros, x, start, axis=job.dim), job.axes
-    )
-    # A psum makes its result invariant, and the tangent must have the type of the all-gather.
-    return jax.lax.pcast(summed, job.axes, to="varying") if _jax.tracks_varying() else summed
+        # To JAX, the result still varies over the gathered axes. Marked as invariant, it would have
+        # an all-reduce as its transpose, and not a reduce-scatter.
+        return jax.lax.all_gather(w, self.axes, axis=self.dim, tiled=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,24 +65,37 @@ class ManualGather:
       stored: Placement of the shard as it is stored, and of its cotangent.
       between: Placement of the shard before the all-gathers.
       use: Placement of the result.
-      beside_explicit: Whether a mesh axis is Explicit.
     """
 
     gathers: tuple[AllGather, ...]
     stored: Placement | None
     between: Placement | None
     use: Placement | None
-    beside_explicit: bool
 
     def __call__(self, w: Any) -> Any:
         """Gather a value. First gather over mesh axes that are not Manual, while it is small."""
         if self.stored is None or self.between is None or self.use is None:
             constraint.check_kept(w)
-        else:
-            w = constraint.gather(w, self.between, self.stored)
+            return self._all_gather(w)
+        w = constraint.gather(w, self.between, self.stored)
+        if not self.gathers:
+            return w
+        spec = self.between.spec
+        # A `shard_map` over the other mesh axes. Otherwise XLA gathers the value over these axes
+        # first if they are Auto, and JAX cannot transpose the all-gather if they are Explicit.
+        nested = _jax.call_shard_map(
+            self._all_gather,
+            mesh=None,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=_jax.tracks_varying(),
+        )
+        return constraint.place(nested(w), self.use)
+
+    def _all_gather(self, w: Any) -> Any:
         for all_gather in self.gathers:
-            w = all_gather(w, beside_explicit=self.beside_explicit)
-        return constraint.place(w, self.use) if self.use is not None and self.gathers else w
+            w = all_gather(w)
+        return w
 
 
 def plan_gather(
@@ -153,9 +128,7 @@ def plan_gather(
     kinds = set(() if ambient is None else ambient.axis_types)
     # JAX accepts only the constraint P() if all mesh axes are Manual, so no placement is made.
     if kinds == {AxisType.Manual}:
-        return ManualGather(
-            gathers=gathers, stored=None, between=None, use=None, beside_explicit=False
-        )
+        return ManualGather(gathers=gathers, stored=None, between=None, use=None)
     raise_problems(late_manual_problems(_marked(use, weight)), resolution=use)
     use_spec = _marked(use, weight).require()
     gathered_dims = {all_gather.dim for all_gather in gathers}
@@ -171,7 +144,6 @@ def plan_gather(
         stored=place(_marked(stored, weight).require()),
         between=place(between),
         use=place(use_spec),
-        beside_explicit=AxisType.Explicit in kinds,
     )
 
 
