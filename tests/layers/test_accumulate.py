@@ -23,9 +23,11 @@ from shardwright.layers import (
     fp8,
     loss,
     mlp_block,
+    moe_block,
     transformer_block,
 )
 from shardwright.layers.closures import closed_over_keys
+from shardwright.layers.moe import MoEConfig
 from shardwright.plan.collectives import read_collectives
 from shardwright.testing import cpu_mesh
 from tests.layers import blocks
@@ -179,6 +181,120 @@ def labels_loss(params: Any, batch: Any, channel: Any) -> Any:
     del channel
     x = embedding.apply(params["table"], batch["tokens"])
     return loss.cross_entropy(x, params["table"], batch["labels"], tied=True).weighted, None
+
+
+REMAT = dataclasses.replace(CONFIG, remat="full")
+MATRIX = {
+    "ddp": ["dp:4,fsdp:2", "dp:8"],
+    "fsdp": ["fsdp:8", "dp:2,fsdp:4"],
+    "tensor": ["dp:2,tp:4"],
+    "fsdp_tp": ["dp:2,fsdp:2,tp:2", "fsdp:2,tp:4", "dp:4,tp:2"],
+    "sequence": ["dp:2,fsdp:2,sp:2"],
+    "fsdp_tp_sp": ["fsdp:2,sp:2,tp:2"],
+    "moe_ep": ["fsdp:2,ep:2,tp:2", "fsdp:2,ep:4", "dp:2,ep:4"],
+}
+CELLS = [
+    (preset, mesh, kind, how)
+    for preset, meshes in MATRIX.items()
+    for mesh in meshes
+    for kind in ("auto", "explicit", "mixed")
+    for how in ("each", "once")
+    # A mixed mesh has Auto axes before its Explicit one, tp.
+    if kind != "mixed" or (mesh.endswith((",tp:2", ",tp:4")) and preset != "fsdp_tp_sp")
+]
+MOE = moe_block.MoEBlockConfig(moe=MoEConfig(embed=16, hidden=32, experts=8, per_token=2))
+MOE_SPECS = {"table": SPECS["table"], "layers": [moe_block.specs(MOE)] * 2}
+
+
+def moe_loss(params: Any, batch: Any, channel: Any) -> Any:
+    del channel
+    x, load = embedding.apply(params["table"], batch["tokens"]), []
+    for layer in params["layers"]:
+        y, state = moe_block.apply(MOE, layer, x)
+        assert state.stats is not None
+        x, load = x + y, [*load, state.stats.load]
+    return loss.cross_entropy(x, params["table"], batch["labels"], tied=True).weighted, load
+
+
+def padded_loss(params: Any, batch: Any, channel: Any) -> Any:
+    del channel
+    x = embedding.apply(params["table"], batch["tokens"])
+    x, _ = transformer_block.apply(REMAT, params["layers"], x)
+    return loss.cross_entropy(x, params["table"], batch["labels"], tied=True).weighted, None
+
+
+@functools.cache
+def padded_whole_batch(preset: str) -> Any:
+    f, specs = (moe_loss, MOE_SPECS) if preset == "moe_ep" else (padded_loss, SPECS)
+    params, batch = blocks.random_params(specs), {"tokens": TOKENS, "labels": LABELS}
+
+    def mean(params: Any) -> Any:
+        sums, _ = f(params, batch, None)
+        return sums.total / sums.weight
+
+    return f, specs, params, batch, jax.jit(jax.value_and_grad(mean))(params)
+
+
+@pytest.mark.parametrize(("preset", "mesh", "kind", "how"), CELLS)
+@pytest.mark.full(
+    but=["fsdp_tp-dp:2,fsdp:2,tp:2-auto-each", "moe_ep-fsdp:2,ep:2,tp:2-explicit-once"]
+)
+def test_presets_and_meshes(preset: str, mesh: str, kind: str, how: Any) -> None:
+    """Equal to one batch; in the loop, no gradient of a replicated weight is reduced."""
+    f, specs, params, batch, wanted = padded_whole_batch(preset)
+    types: Any = {mesh.split(",")[-1].split(":")[0]: "explicit"} if kind == "mixed" else kind
+    strategy = sw.Strategy.preset(preset)
+    pm = sw.PartitionManager(strategy, mesh=cpu_mesh(mesh, axis_types=types), mode="train")
+    with pm:
+        stored = pm.shard(params, specs, role="param")
+        run = jax.jit(accumulate(f, 4, specs=specs, gather=how))
+        compiled = run.lower(stored, batch).compile()
+        result = compiled(stored, batch)
+    blocks.assert_close((result.value, result.grads), wanted, rtol=1e-5)
+    for gradient, value in zip(jax.tree.leaves(result.grads), jax.tree.leaves(stored), strict=True):
+        assert gradient.sharding.is_equivalent_to(value.sharding, value.ndim)
+    over_batch, over_tp = collections.Counter[str](), collections.Counter[str]()
+    for each in read_collectives(compiled, pm.mesh):
+        # The statistics of a router are integers, so they do not count.
+        if (each.count or 0) >= 4 and each.dtype == "f32" and each.logical_bytes > 8:
+            over = over_batch if set(each.mesh_axes) & {"dp", "fsdp"} else over_tp
+            over[str(each.kind)] += 1
+    assert not over_batch["all_reduce"], over_batch
+    if how == "once" or preset in ("ddp", "tensor"):
+        assert not over_batch, over_batch
+    if preset in ("tensor", "fsdp_tp"):  # as without accumulation: nothing is gathered over tp
+        assert set(over_tp) == {"all_reduce"}, over_tp
+
+
+@pytest.mark.parametrize("how", ["each", "once"])
+def test_frozen_weights(how: Any) -> None:
+    """They have no gradient and no collective of one, and may be integers."""
+    specs = {
+        "lora": sw.ArraySpec((16, 8), jnp.bfloat16, (sw.EMBED, sw.MLP_INTERMEDIATE)),
+        "int8": sw.ArraySpec((16, 8), jnp.int8, (sw.EMBED, sw.MLP_INTERMEDIATE)),
+    }
+    rng = np.random.default_rng(0)
+    params = {name: rng.integers(-4, 4, (16, 8)).astype(spec.dtype) for name, spec in specs.items()}
+    rows = rng.normal(size=(32, 16)).astype(np.float32)
+
+    def squares(params: Any, rows: Any, channel: Any) -> Any:
+        del channel
+        w = sw.gather(params, specs)
+        y = rows @ (w["lora"].astype(jnp.float32) + w["int8"].astype(jnp.float32))
+        return Weighted(jnp.sum(y**2), y.size), None
+
+    with manager("fsdp") as pm:
+        stored = pm.shard(params, specs, role="param")
+        run = accumulate(squares, 4, specs=specs, gather=how, trainable=lambda path: path == "lora")
+        compiled = jax.jit(run).lower(stored, rows).compile()
+        result = compiled(stored, rows)
+        kinds = [str(each.kind) for each in read_collectives(compiled, pm.mesh)]
+    assert result.grads["int8"] is None
+    assert result.grads["lora"].dtype == jnp.bfloat16
+    assert kinds.count("reduce_scatter") == 1, kinds
+    whole = {name: value.astype(np.float64) for name, value in params.items()}
+    exact = 2 * rows.T.astype(np.float64) @ (rows @ (whole["lora"] + whole["int8"])) / (32 * 8)
+    blocks.assert_close(result.grads["lora"], exact, rtol=2e-2)
 
 
 def mean_over_tokens(params: Any, labels: Any) -> Any:

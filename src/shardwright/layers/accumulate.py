@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from shardwright import _jax
 from shardwright.errors import IndivisibleError, LayerError
@@ -121,7 +121,7 @@ def accumulate(
         loss does not return what `mean_over` says.
     """
     read_integer("n", n, error=LayerError, fix="pass the number of microbatches, such as n=4")
-    words = [("gather", gather, one_of(("each", "once")))]
+    words: list[Any] = [("gather", gather, one_of(("each", "once")))]
     if mean_over is not None:
         words.append(("mean_over", mean_over, one_of(("examples",))))
     read_all(words, error=LayerError)
@@ -138,8 +138,10 @@ def accumulate(
         if key is not None:
             key = read_key("key", key, fix="pass key=jax.random.key(0), another one for each step")
         manager: PartitionManager | None = context.current()
-        sharded = () if manager is None else manager.mesh_axes(BATCH, size)
-        axes = {axis: manager.sizes[axis] for axis in sharded if manager.sizes[axis] > 1}
+        axes: dict[str, int] = {}
+        if manager is not None:
+            sharded = manager.mesh_axes(BATCH, size)
+            axes = {axis: manager.sizes[axis] for axis in sharded if manager.sizes[axis] > 1}
         shards = math.prod(axes.values())
         if size % (shards * n):
             raise IndivisibleError(
@@ -217,14 +219,16 @@ class _AccumulationStep:
         self, manager: PartitionManager, params: Any, batch: Any, channel: Any, key: Any
     ) -> Any:
         """Do what `_scan` does, on the shards of the examples, and sum over them once."""
-        shardings = jax.tree.leaves(manager.shardings(params, self.specs))
-        stored = [_manual_part(sharding.spec, self.axes) for sharding in shardings]
+        specs = [each.spec for each in jax.tree.leaves(manager.shardings(params, self.specs))]
+        stored = [_part(spec, self.axes) for spec in specs]
         grads = [spec for spec, trained in zip(stored, self.trained, strict=True) if trained]
         leaves, structure = jax.tree.flatten(manager.shard(params, self.specs, role="param"))
         rows, whole = spec_of(self.axes), PartitionSpec()
         # Over Explicit axes, `shard_map` refuses a batch that is sharded in another way.
         open_rows = jax.tree.map(
-            lambda leaf: PartitionSpec(*rows.partitions, *[PartitionSpec.UNCONSTRAINED] * (np.ndim(leaf) - 1)),
+            lambda leaf: PartitionSpec(
+                *rows.partitions, *[PartitionSpec.UNCONSTRAINED] * (np.ndim(leaf) - 1)
+            ),
             batch,
         )
         (batch,) = place_for_shard_map([batch], [open_rows], mesh=manager.mesh)
@@ -240,15 +244,33 @@ class _AccumulationStep:
             loss = jax.lax.psum(loss, self.axes)
             return (loss, sums), jax.tree.map(_over_devices, others)
 
-        mapped = jax.shard_map(
-            on_shard,
-            mesh=manager.mesh,
+        ambient = _jax.ambient_mesh() or manager.mesh
+        kinds = zip(ambient.axis_names, ambient.axis_types, strict=True)
+        explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
+        rest = tuple(axis for axis in explicit if axis not in self.axes)
+        f: Any = on_shard
+        if rest:
+            # JAX 0.10 gathers what enters and leaves a `shard_map` over its other axes if these are
+            # Explicit. So they are Auto outside of it, and Explicit again inside.
+            own = jax.tree.map(lambda leaf: _part(jax.typeof(leaf).sharding.spec, rest), batch)
+            kept = [_part(spec, rest) for spec in specs]
+            f = jax.sharding.explicit_axes(f, axes=rest, in_sharding=(kept, own, whole, whole))
+        # What leaves is a sum or a maximum over the devices, or the shard of a sum.
+        f = jax.shard_map(
+            f,
+            mesh=None if rest else manager.mesh,
             in_specs=(stored, rows, whole, whole),
-            # What leaves is a sum or a maximum over the devices, or the shard of a sum.
             out_specs=((whole, grads), whole),
             axis_names=set(self.axes),
         )
-        return mapped(leaves, batch, channel, key)
+        if rest:
+            sums = [
+                _part(spec, explicit)
+                for spec, trained in zip(specs, self.trained, strict=True)
+                if trained
+            ]
+            f = jax.sharding.auto_axes(f, axes=explicit, out_sharding=((whole, sums), whole))
+        return f(leaves, batch, channel, key)
 
     def _scan(self, params: Any, batch: Any, channel: Any, key: Any) -> tuple[Any, Any]:
         """Return the sums of a device, and (sent, seen) of each microbatch.
@@ -292,7 +314,8 @@ class _AccumulationStep:
         leaves, structure = jax.tree.flatten(tree)
         given = iter(values)
         pairs = zip(leaves, self.trained, strict=True)
-        return structure.unflatten([next(given) if trained else leaf for leaf, trained in pairs])
+        joined = [next(given) if trained else leaf for leaf, trained in pairs]
+        return jax.tree.unflatten(structure, joined)
 
     def _keys(self, key: Any) -> Any:
         """Return a key for each microbatch of this device."""
@@ -405,7 +428,7 @@ def _check_closure(loss: Callable[..., Any]) -> None:
         )
 
 
-def _manual_part(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+def _part(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """Return a spec with some of its mesh axes only."""
     entries = [entry_names(entry) for entry in spec.partitions]
     return canonical_spec([entry_of(tuple(a for a in entry if a in axes)) for entry in entries])

@@ -8,18 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardwright import _jax
 from shardwright.errors import LayerError
 from shardwright.layers.dtypes import DTYPES, FLOAT32, Dtypes
 from shardwright.layers.inputs import read_array
-from shardwright.layers.placement import (
-    RESIDUAL,
-    check_vocabulary,
-    is_inside_shard_map,
-    place,
-    use,
-)
+from shardwright.layers.placement import RESIDUAL, check_vocabulary, place, use
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
+from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import BATCH, EMBED, EMPTY, QUERY_LENGTH, VOCAB, axis_label
 from shardwright.vocabulary.read import read_value
@@ -71,7 +67,7 @@ def apply(
     table = use(table, (VOCAB, EMBED), path=path).astype(dtypes.compute)
     check_vocabulary(table, (VOCAB, EMBED), tokens, name="table", path=path)
     manager: PartitionManager | None = context.current()
-    if manager is None or is_inside_shard_map():
+    if manager is None:
         rows = _lookup(table, tokens, ())
     else:
         rows = _on_shards(manager, vocab, tokens)(table, tokens)
@@ -82,7 +78,9 @@ def apply(
 def _on_shards(manager: PartitionManager, vocab: int, tokens: Any) -> Any:
     """Return the lookup as a function that runs on shards."""
     names = manager.mesh_axes(VOCAB, vocab)
-    resolution = manager.explain(TOKENS, shape=tokens.shape, path="tokens")
+    manual = manager.manual_axes(_jax.ambient_mesh())
+    request = ShardingRequest(TOKENS, tokens.shape, None, None, "tokens", manual)
+    resolution = manager.answer(request)
     resolution.require()
     both = [axis for dim in resolution.decisions for axis in dim.mesh_axes if axis in names]
     if both:

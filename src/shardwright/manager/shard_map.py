@@ -28,7 +28,7 @@ from shardwright.errors import (
     under,
 )
 from shardwright.manager import constraint, context
-from shardwright.manager.shards import place_for_shard_map
+from shardwright.manager.shards import nested_shard_map, place_for_shard_map
 from shardwright.manager.which_shard import Input, Inputs
 from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
 from shardwright.resolution.partition_specs import canonical_spec, entry_names, entry_of
@@ -119,9 +119,12 @@ class SemanticShardMap:
         )
         mapped = self._cache.get(key)
         if mapped is None:
-            mapped = _jax.call_shard_map(
-                f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
-            )
+            if mesh is None and self.check_vma and _jax.tracks_varying():
+                mapped = nested_shard_map(f, in_specs=in_specs, out_specs=out_specs)
+            else:
+                mapped = _jax.call_shard_map(
+                    f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
+                )
             # Without jit, shard_map traces and compiles at every eager call.
             mapped = self._cache[key] = jax.jit(mapped)
         return mapped(*args)

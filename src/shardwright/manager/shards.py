@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from shardwright import _jax
@@ -76,3 +77,68 @@ def call_on_shards(
         check_vma=check_vma,
     )
     return mapped(*place_for_shard_map(arguments, in_specs, mesh=mesh))
+
+
+def nested_shard_map(
+    f: Callable[..., Any], *, in_specs: Sequence[Any], out_specs: Any
+) -> Callable[..., Any]:
+    """Return `jax.shard_map` of `f` over the mesh axes that an outer `shard_map` leaves.
+
+    Its gradient compiles. That of a plain `jax.shard_map` does not: the residuals between its two
+    directions vary over the outer axes too, and get shardings that XLA refuses. So the backward
+    pass is a `shard_map` of its own, which runs `f` again. Only reverse mode is supported.
+
+    Args:
+      f: Function of trees of local arrays.
+      in_specs: One tree of specs per argument, of the argument's structure.
+      out_specs: Tree of specs of the results, or a prefix of it.
+    """
+
+    def run(*arguments: Any) -> Any:
+        ambient = _jax.ambient_mesh()
+        if ambient is not None and set(ambient.axis_types) == {AxisType.Manual}:
+            return f(*arguments)  # no mesh axis is left
+        leaves, structure = jax.tree.flatten(arguments)
+        specs = jax.tree.leaves(tuple(in_specs))
+        is_float = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
+        float_specs, other_specs = _split(specs, is_float)
+
+        def local(floats: list[Any], others: list[Any]) -> Any:
+            given = iter(floats), iter(others)
+            return f(*jax.tree.unflatten(structure, [next(given[not each]) for each in is_float]))
+
+        def forward(floats: list[Any], others: list[Any]) -> Any:
+            mapped = _over_rest(local, (float_specs, other_specs), out_specs)
+            # One equation, which a scan over layers does not split. It would move the part that
+            # depends on no float out of the loop, with residuals that XLA refuses.
+            return jax.checkpoint(mapped)(floats, others)
+
+        def backward(saved: Any, cotangents: Any) -> Any:
+            outputs = jax.tree.leaves(jax.tree.broadcast(out_specs, cotangents))
+            kept = [leaf.dtype != jax.dtypes.float0 for leaf in jax.tree.leaves(cotangents)]
+
+            def pull_back(floats: list[Any], others: list[Any], cotangents: list[Any]) -> Any:
+                results, pull = jax.vjp(
+                    lambda floats: _split(jax.tree.leaves(local(floats, others)), kept)[0], floats
+                )
+                return pull(list(map(_jax.vary_as, cotangents, results)))[0]
+
+            given = (float_specs, other_specs, _split(outputs, kept)[0])
+            mapped = _over_rest(pull_back, given, float_specs)
+            return mapped(*saved, _split(jax.tree.leaves(cotangents), kept)[0]), None
+
+        differentiable = jax.custom_vjp(forward)
+        differentiable.defvjp(lambda *saved: (forward(*saved), saved), backward)
+        return differentiable(*_split(leaves, is_float))
+
+    return run
+
+
+def _over_rest(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    return _jax.call_shard_map(f, mesh=None, in_specs=in_specs, out_specs=out_specs)
+
+
+def _split(leaves: Sequence[Any], chosen: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """Return the leaves that are chosen, and the others."""
+    pairs = list(zip(leaves, chosen, strict=True))
+    return [leaf for leaf, yes in pairs if yes], [leaf for leaf, yes in pairs if not yes]

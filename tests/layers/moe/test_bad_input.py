@@ -11,7 +11,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import shardwright as sw
-from shardwright.errors import IndivisibleError, LayerError, RankMismatchError, StrategyError
+from shardwright.errors import (
+    IndivisibleError,
+    LayerError,
+    ManualAxisError,
+    RankMismatchError,
+    StrategyError,
+)
 from shardwright.layers import moe
 from shardwright.testing import cpu_mesh
 from tests.layers.moe.reference import config, manager, parameters, tokens
@@ -114,15 +120,20 @@ def test_shared_experts_are_sharded_as_the_others() -> None:
     assert jnp.abs(y - plain).max() < 1e-5
 
 
-def test_inside_shard_map_is_refused() -> None:
-    moe_config = config()
+def test_tokens_inside_shard_map() -> None:
+    """Shards of tokens are right; tokens that all shards share are refused."""
+    moe_config, x = config(), tokens(64, 4, 16)
+
+    def layer(x: Any) -> Any:
+        return moe.apply(moe_config, parameters(moe_config), x)[0]
+
     with manager("ddp", "dp:8") as pm:
         spec = PartitionSpec("dp")
-        local = jax.shard_map(
-            lambda x: moe.apply(moe_config, parameters(moe_config), x)[0],
-            mesh=pm.mesh,
-            in_specs=spec,
-            out_specs=spec,
+        local = jax.jit(jax.shard_map(layer, mesh=pm.mesh, in_specs=spec, out_specs=spec))
+        y = local(x)
+        shared = jax.shard_map(
+            layer, mesh=pm.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
         )
-        with raises(LayerError, "MoE", "shard_map", fix="MoE"):
-            local(tokens(64, 4, 16))
+        with raises(ManualAxisError, "dp", fix="shard_map"):
+            shared(x)
+    assert jnp.abs(y - layer(x)).max() < 1e-5

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardwright import _jax
 from shardwright.errors import LayerError, RankMismatchError, StrategyError
 from shardwright.layers.activation import activation
 from shardwright.layers.inputs import check_params, check_valid, read_keys
@@ -36,6 +37,7 @@ from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import context
 from shardwright.manager.context import platform_of
 from shardwright.manager.manager import PartitionManager
+from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.axes import (
     BATCH,
     CAPACITY,
@@ -118,6 +120,7 @@ class Dispatch:
       expert_axes: Mesh axes that the experts are sharded over.
       token_axes: Mesh axes that the tokens are sharded over.
       senders: Number of shards of the tokens.
+      own_tokens: Number of tokens of a shard.
       shards: Number of shards of the experts.
       slots: Slots of a sender at each expert.
       exchange: How tokens are sent.
@@ -129,6 +132,7 @@ class Dispatch:
     expert_axes: tuple[str, ...] = ()
     token_axes: tuple[str, ...] = ()
     senders: int = 1
+    own_tokens: int
     shards: int = 1
     slots: int
     exchange: Exchange
@@ -166,7 +170,8 @@ def apply(
     Args:
       config: The MoE layer.
       params: Arrays as `specs(config)` describes them, stored as the manager shards parameters.
-      x: Tokens, (BATCH, QUERY_LENGTH, EMBED) or flattened to (BATCH, EMBED).
+      x: Tokens, (BATCH, QUERY_LENGTH, EMBED) or flattened to (BATCH, EMBED). Inside a `shard_map`,
+        a shard of them.
       keys: As the blocks take it. Not used: the layer has no randomness.
       state: State of the router. Defaults to a state without a bias.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
@@ -180,8 +185,9 @@ def apply(
 
     Raises:
       IndivisibleError: The experts or the tokens do not divide over their mesh axes.
-      LayerError: A parameter is missing, has a wrong shape or is not described by the config, or a
-        `shard_map` surrounds the call. Or `valid` has another shape or dtype.
+      LayerError: A parameter is missing, has a wrong shape or is not described by the config. Or
+        `valid` has another shape or dtype.
+      ManualAxisError: Shards of a surrounding `shard_map` share x, and each would send all tokens.
       RankMismatchError: x does not have 2 or 3 dims, or its last dim is not `embed`.
       StrategyError: The strategy shards a dim that the layer needs whole.
     """
@@ -197,15 +203,19 @@ def apply(
         exchange, matmul = _choose(
             config, shards=1, slots=slots, tokens=tokens, sent=False, platform=platform_of(None)
         )
-        alone = Dispatch(slots=slots, exchange=exchange, matmul=matmul)
-        y, sums = _on_shard(config, alone, params, state.bias, x, valid)
+        dispatch = Dispatch(own_tokens=tokens, slots=slots, exchange=exchange, matmul=matmul)
+        y, sums = _on_shard(config, dispatch, params, state.bias, x, valid)
     else:
+        if is_inside_shard_map():
+            # This refuses tokens that all shards share: each shard would send them.
+            x = manager.shard(x, _token_axes(x.shape), mode=mode)
         dispatch = explain(config, x.shape, mode=mode)
         # This takes FSDP's axes off the weights. The axes that are left, such as those of EXPERT,
         # enter the `shard_map` by `_USED_AS`.
         params = manager.gather(params, specs(config), path=path, mode=mode)
         y, sums = _over_shards(config, dispatch, manager, params, state.bias, x, valid, mode)
-    stats = _stats(config, sums, tokens=None if valid is not None else x.size // config.embed)
+    whole = dispatch.own_tokens * dispatch.senders
+    stats = _stats(config, sums, tokens=None if valid is not None else whole)
     return y.astype(config.dtypes.output), MoEState(bias=state.bias, stats=stats)
 
 
@@ -214,20 +224,18 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
 
     Args:
       config: The MoE layer.
-      shape: Shape of x, global.
+      shape: Shape of x, global. Inside a `shard_map`, that of the shard.
       mode: Runtime mode. Defaults to the manager's.
 
     Raises:
       ShardingError: As in `apply`.
     """
     manager: PartitionManager = context.require("moe.explain", method=False)
-    if is_inside_shard_map():
-        raise LayerError(
-            "the MoE layer is called inside a shard_map, where x is only one shard of the tokens",
-            fix="call it outside: the MoE layer runs a shard_map of its own",
-        )
     sizes = dict(zip(manager.mesh.axis_names, manager.mesh.axis_sizes, strict=True))
-    tokens = manager.explain(_token_axes(shape), mode=mode, shape=shape)
+    # Inside a `shard_map`, `shape` is that of a shard over its Manual axes.
+    manual = manager.manual_axes(_jax.ambient_mesh())
+    request = ShardingRequest(_token_axes(shape), shape, mode, None, None, manual)
+    tokens = manager.answer(request)
     tokens.require()
     up = (config.experts, config.embed, config.hidden)
     experts = manager.explain(_UP, mode=mode, shape=up)
@@ -263,7 +271,8 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
     )
     _check_shared(config, manager, mode, hidden_axes)
     senders = math.prod(sizes[axis] for axis in token_axes)
-    own_tokens = math.prod(shape[:-1]) // senders
+    split = math.prod(sizes[axis] for axis in token_axes if axis not in manual)
+    own_tokens = math.prod(shape[:-1]) // split
     # The capacity is per sender: C slots at each expert for the tokens of this device alone.
     slots = config.capacity.slots(own_tokens, config.per_token, config.experts)
     shards = math.prod(sizes[axis] for axis in expert_axes)
@@ -281,6 +290,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
         expert_axes=expert_axes,
         token_axes=token_axes,
         senders=senders,
+        own_tokens=own_tokens,
         shards=shards,
         slots=slots,
         exchange=exchange,
