@@ -209,7 +209,7 @@ def test_rules_must_match() -> None:
 
 def test_arguments_of_other_types() -> None:
     linear = eqx.nn.Linear(32, 64, use_bias=False, key=jax.random.key(0))
-    with raises(sw.StrategyError, "rules", "NoneType", fix="pattern"):
+    with raises(sw.StrategyError, "rule", "None", fix="pattern"):
         bridge.annotate(linear, None)
     with raises(sw.StrategyError, "str", "PartitionManager", fix="sw.PartitionManager"):
         bridge.place(linear, "fsdp_tp", None)

@@ -54,10 +54,8 @@ def read_axes(words: Sequence[str]) -> Any:
     # Empty text is probably an unset shell variable. No words at all (`axes = []` in a file) mean a
     # scalar.
     if words and not dims:
-        raise StrategyError(
-            "the axes are empty text",
-            fix="write (), for a scalar, or axes such as BATCH QUERY_LENGTH EMBED",
-        )
+        fix = "write (), for a scalar, or axes such as BATCH QUERY_LENGTH EMBED"
+        raise StrategyError("the axes are empty text", fix=fix)
     layout = _layout(dims[0]) if len(dims) == 1 else None
     return layout if layout is not None else tuple(_dim(word) for word in dims)
 
@@ -249,26 +247,14 @@ def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) 
     if text is None and not strategy.mesh:
         raise MeshSpecError(f"strategy {label} has no [mesh]", fix="give a mesh: --mesh dp:2,tp:4")
     source: Any = text if text is not None else dict(strategy.mesh)
-    # Named here, because `abstract_mesh` does not know from which strategy the -1 comes.
-    if text is None and devices is None and INFER in strategy.mesh.values():
-        name = next(axis for axis, size in strategy.mesh.items() if size == INFER)
-        raise MeshSpecError(
-            f"mesh axis {name} = -1 in strategy {label} needs a number of devices",
-            fix="add --devices 8, or give all sizes: --mesh dp:2,tp:4",
-        )
-    try:
-        types = strategy.axis_types
-        if not isinstance(types, str):
-            names = parse_mesh(source).names  # a text may leave axes of the strategy out
-            types = {axis: kind for axis, kind in types.items() if axis in names}
-        built = abstract_mesh(source, devices=devices, axis_types=types)
-    except MeshSpecError as error:
-        # The mesh is on the command line, so the fix names options in place of arguments.
-        if text is not None and devices is None and "needs a number of devices" in str(error):
-            raise MeshSpecError(
-                error.problems[0].what, fix="add --devices 8, or give the size"
-            ) from error
-        raise
+    spec = parse_mesh(source)
+    # The fix of `abstract_mesh` would name its argument, and not the option.
+    if devices is None and INFER in spec.sizes:
+        where = f" in strategy {label}" if text is None else ""
+        name = spec.names[spec.sizes.index(INFER)]
+        what = f"mesh axis {name} = -1{where} needs a number of devices"
+        raise MeshSpecError(what, fix="add --devices 8, or give all sizes: --mesh dp:2,tp:4")
+    built = abstract_mesh(source, devices=devices)
     if built.size > MOST_ELEMENTS:
         raise MeshSpecError(
             "the mesh has too many devices", fix="write sizes whose product is < 2^63"

@@ -121,14 +121,15 @@ def order_problems(spec: PartitionSpec, types: Mapping[str, AxisType]) -> list[P
     for dim, entry in enumerate(spec.partitions):
         kinds = [types[axis] for axis in entry_names(entry)]
         if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:
+            names = entry_names(entry)
+            what = f"{'+'.join(names)} puts an Auto mesh axis before an Explicit one in one dim, "
+            fix = "write the Explicit mesh axis first in the rule, "
             problem = Problem(
                 error=MeshMismatchError,
-                what=f"{'+'.join(entry)} puts an Auto mesh axis before an Explicit one in one dim, "
-                "which JAX cannot express",
+                what=f"{what}which JAX cannot express",
                 dim=dim,
-                mesh_axes=entry_names(entry),
-                fix="write the Explicit mesh axis first in the rule, "
-                "or give both the same axis type",
+                mesh_axes=names,
+                fix=f"{fix}or give both the same axis type",
             )
             problems.append(problem)
     return problems
@@ -171,9 +172,8 @@ def check_kept(x: Any, *, path: str = "") -> None:
     what = (
         f"values of {kind} do not fit {half}, which JAX casts them to while jax_enable_x64 is off"
     )
-    raise StrategyError(
-        what, path=path, fix='jax.config.update("jax_enable_x64", True), or cast it yourself'
-    )
+    fix = 'jax.config.update("jax_enable_x64", True), or cast it yourself'
+    raise StrategyError(what, path=path, fix=fix)
 
 
 _PYTHON: Final[dict[type, str]] = {int: "int64", float: "float64", complex: "complex128"}
@@ -283,10 +283,8 @@ def put(x: Any, placement: Placement, *, compared: bool = False) -> Any:
     if isinstance(placement.mesh, AbstractMesh):
         raise no_devices()
     if not _jax.is_array(x):
-        raise StrategyError(
-            f"a {type(x).__name__} holds no values to place",
-            fix="for a value that has only a shape, call pm.shardings or pm.abstract",
-        )
+        fix = "for a value that has only a shape, call pm.shardings or pm.abstract"
+        raise StrategyError(f"a {type(x).__name__} holds no values to place", fix=fix)
     current = x.sharding if isinstance(x, jax.Array) else None
     current_spec = (
         current.spec

@@ -183,20 +183,16 @@ def leave(manager: Any) -> None:
         own = (each for each in reversed(stack) if not _is_of_another_task(each))
         entry = next((each for each in own if each.manager is manager), None)
     if entry is None:
-        raise NoManagerError(
-            f"{manager!r} is not entered in this thread",
-            fix="leave managers in the reverse order, in the thread that entered them",
-        )
+        fix = "leave managers in the reverse order, in the thread that entered them"
+        raise NoManagerError(f"{manager!r} is not entered in this thread", fix=fix)
     later = [each for each in stack[stack.index(entry) + 1 :] if not _is_of_another_task(each)]
     for each in (*reversed(later), entry):
         _undo(each)
     if later:
-        raise NoManagerError(
-            f"{manager!r} is not the manager that this thread entered last, which is "
-            f"{later[-1].manager!r}; this manager and all that were entered after it are left now",
-            fix="leave managers in the reverse order; do not yield inside `with pm:`, "
-            "but call the methods of the manager",
-        )
+        what = f"{manager!r} is not the manager that this thread entered last, which is "
+        what += f"{later[-1].manager!r}; this manager and all that were entered after it are left "
+        fix = "leave managers in the reverse order; do not yield inside `with pm:`, "
+        raise NoManagerError(f"{what}now", fix=f"{fix}but call the methods of the manager")
 
 
 def _undo(entry: _EnteredManager) -> None:
@@ -341,11 +337,10 @@ def require(what: str, *, method: bool = True) -> Any:
     """
     manager = current()
     if manager is None:
-        raise NoManagerError(
-            f"{what} needs a PartitionManager, and none is entered in this thread",
-            fix="enter a manager, with pm: ... (each thread enters its own)"
-            + (f", or call pm.{what}(...)" if method else ""),
-        )
+        fix = "enter a manager, with pm: ... (each thread enters its own)"
+        fix += f", or call pm.{what}(...)" if method else ""
+        what += " needs a PartitionManager, and none is entered in this thread"
+        raise NoManagerError(what, fix=fix)
     return manager
 
 

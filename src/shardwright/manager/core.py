@@ -321,12 +321,10 @@ class Manager:
         # user builds may differ from `mesh.abstract_mesh`. Names and sizes are what specs depend
         # on.
         if ambient.shape_tuple != self.mesh.shape_tuple:
-            raise MeshMismatchError(
-                f"the ambient mesh is {dict(ambient.shape_tuple)}, "
-                f"the manager's mesh is {dict(self.mesh.shape_tuple)}",
-                fix="enter the manager (with pm:) instead of another mesh, "
-                "or build the manager on that mesh",
-            )
+            what = f"the ambient mesh is {dict(ambient.shape_tuple)}, the manager's mesh is "
+            what += f"{dict(self.mesh.shape_tuple)}"
+            fix = "enter the manager (with pm:) instead of another mesh, or build the manager on "
+            raise MeshMismatchError(what, fix=f"{fix}that mesh")
         kinds = zip(ambient.axis_names, ambient.axis_types, strict=True)
         return frozenset(axis for axis, kind in kinds if kind is AxisType.Manual)
 

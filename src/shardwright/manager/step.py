@@ -102,10 +102,9 @@ def jit_step(
         with manager:
             result = step(state, *inputs)
         if not (isinstance(result, tuple) and len(result) == 2):
-            raise StrategyError(
-                f"the step returns a {type(result).__name__}, not a pair",
-                fix="return the new state and the rest, for instance `return state, loss`",
-            )
+            what = f"the step returns a {type(result).__name__}, not a pair"
+            fix = "return the new state and the rest, for instance `return state, loss`"
+            raise StrategyError(what, fix=fix)
         return jitted_step.checked_state(described, state, result[0]), result[1]
 
     jitted = jax.jit(
@@ -147,11 +146,9 @@ def _shardings_of(
 
 def _argument_sharding(manager: Manager, leaf: Any, path: str) -> NamedSharding:
     if is_tuple_of_annotations(leaf):
-        raise StrategyError(
-            f"{describe(leaf)} is one annotation of composites, or one annotation per array",
-            path=path,
-            fix="write one annotation for all arrays of the input, or pass arrays with shardings",
-        )
+        what = f"{describe(leaf)} is one annotation of composites, or one annotation per array"
+        fix = "write one annotation for all arrays of the input, or pass arrays with shardings"
+        raise StrategyError(what, path=path, fix=fix)
     if is_annotation(leaf):
         resolution = manager.answer(ShardingRequest(leaf, path=path))
         fix = 'pass arrays with shardings, or pm.abstract(batch, axes, role="activation")'

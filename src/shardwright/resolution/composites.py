@@ -173,18 +173,10 @@ def make_composite(
         return None
     for axis, rule in stated:
         if rule.fallback is Fallback.UNCONSTRAINED:
-            return Problem(
-                error=StrategyError,
-                what=(
-                    f'the rule of {axis_label(axis)} has "?", so it cannot be a member of a '
-                    f"composite"
-                ),
-                rule=str(rule.ref),
-                fix=(
-                    f'give {axis_label(axis)} a rule without "?", or annotate it on a dim of its '
-                    f"own"
-                ),
-            )
+            name, ref = axis_label(axis), str(rule.ref)
+            what = f'the rule of {name} has "?", so it cannot be a member of a composite'
+            fix = f'give {name} a rule without "?", or annotate it on a dim of its own'
+            return Problem(error=StrategyError, what=what, rule=ref, fix=fix)
     members = tuple(rule for _, rule in stated)
     chains = tuple(_chain(rule, sizes, missing, min_size) for rule in members)
     unruled = [axis_label(axis) for axis, rule in zip(axes, rules, strict=True) if rule is None]
@@ -196,15 +188,10 @@ def make_composite(
     )
     if composite.count > MOST_CANDIDATES:
         counts = " * ".join(str(len(chain)) for chain in chains)
-        return Problem(
-            error=StrategyError,
-            what=(
-                f"the composite has {counts} = {composite.count} candidates, at most "
-                f"{MOST_CANDIDATES} are tried"
-            ),
-            rule=str(composite.ref),
-            fix="give the members' rules fewer candidates, or flatten fewer axes into one dim",
-        )
+        what = f"the composite has {counts} = {composite.count} candidates, at most "
+        what += f"{MOST_CANDIDATES} are tried"
+        fix = "give the members' rules fewer candidates, or flatten fewer axes into one dim"
+        return Problem(error=StrategyError, what=what, rule=str(composite.ref), fix=fix)
     return composite
 
 

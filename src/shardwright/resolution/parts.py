@@ -71,10 +71,8 @@ def take_part(
         return _failed(ShapeRequiredError, what, path=path, fix="pass shape=")
     # The policy rank = "fit" accepts another rank, but a part cannot be cut to fit.
     if len(shape) != len(part.dims):
-        what = (
-            f"{describe(part)} has rank {len(part.dims)}, and the array has rank {len(shape)}: "
-            f"shape {tuple(shape)}"
-        )
+        what = f"{describe(part)} has rank {len(part.dims)}, and the array has rank {len(shape)}: "
+        what += f"shape {tuple(shape)}"
         fix = "write one entry per dim, and None for a dim that is not sharded"
         return _failed(RankMismatchError, what, path=path, fix=fix)
     decisions: list[DimDecision] = []
@@ -235,27 +233,23 @@ def _first_fitting(
 
     Return a problem if a size is unknown or symbolic, so that the dim cannot be determined.
     """
+    unknown = Problem(
+        error=ShapeRequiredError,
+        what="which dim zero1 shards depends on the sizes",
+        rule=str(rule.ref),
+        fix="pass shape=, with symbolic sizes as multiples, such as 8*b",
+    )
     # With one size unknown, an earlier or a later dim may be the first that divides.
     if any(_judged(decision, dims) is None for decision in able):
-        return Problem(
-            error=ShapeRequiredError,
-            what="which dim zero1 shards depends on the sizes",
-            rule=str(rule.ref),
-            fix="pass shape=",
-        )
+        return unknown
     for decision in able:
         size = _judged(decision, dims)
         try:
             if size is not None and fits(size, (*decision.mesh_axes, *free)):
                 return decision
         except _jax.Inconclusive:
-            return Problem(
-                error=ShapeRequiredError,
-                what=f"which dim zero1 shards depends on the size {size}",
-                dim=decision.dim,
-                rule=str(rule.ref),
-                fix="write it as a multiple, such as 8*b",
-            )
+            what = f"which dim zero1 shards depends on the size {size}"
+            return dataclasses.replace(unknown, what=what, dim=decision.dim)
     return None
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from shardwright.errors import (
     Problem,
     RankMismatchError,
+    ShardingError,
     StrategyError,
     did_you_mean,
     raise_problems,
@@ -237,9 +238,8 @@ def annotate_state(
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(state)
     if overrides is not None and not isinstance(overrides, Mapping):
-        raise StrategyError(
-            f"overrides={overrides!r} is not a mapping", fix='write {"pattern": annotation}'
-        )
+        what = f"overrides={overrides!r} is not a mapping"
+        raise StrategyError(what, fix='write {"pattern": annotation}')
     patterns = [
         compile_rule(at, pattern, annotation)
         for at, (pattern, annotation) in enumerate((overrides or {}).items())
@@ -375,16 +375,9 @@ class _StateIndex:
         field = jax.tree_util.GetAttrKey(_PROJECTED[kind])
         place = next((key for key, leaf in self.params.items() if leaf is owner), ())
         if owner is None or self.shapes.get((*path[:at], field, *place)) != (0, 0):
-            what = (
-                f"state of shape {shape} in a {kind}, which projects parameters: "
-                "it mixes their dims, even if the sizes are equal"
-            )
-            return Problem(
-                error=StrategyError,
-                what=what,
-                path=path_text(path),
-                fix=_fix_by_override(path_text(path)),
-            )
+            what = f"state of shape {shape} in a {kind}, which projects parameters: "
+            what += "it mixes their dims, even if the sizes are equal"
+            return _unfollowed(path_text(path), what)
         if path[at] == field:
             return Follower(path=path_text(path), override=(EMPTY,) * len(shape))
         return None
@@ -393,17 +386,14 @@ class _StateIndex:
         if owner is not None:
             follows = f"{owner.path} {describe(owner.annotation)} of shape {np.shape(owner.value)}"
             what = f"state of shape {shape} differs from its parameter {follows}"
-            return Problem(
-                error=RankMismatchError, what=what, path=path, fix=_fix_by_override(path)
-            )
-        what, fix = f"state of shape {shape} follows no parameter", _fix_by_override(path)
+            return _unfollowed(path, what, error=RankMismatchError)
+        what, fix = f"state of shape {shape} follows no parameter", ""
         elements = sum(math.prod(np.shape(leaf.value)) for leaf in self.params.values())
         if shape == (elements,):
-            what += (
-                ": it has as many elements as all parameters, so optax.flatten may have joined them"
-            )
-            fix = f"remove optax.flatten, so that the state follows the parameters; or {fix}"
-        return Problem(error=StrategyError, what=what, path=path, fix=fix)
+            what += ": it has as many elements as all parameters, so optax.flatten may have "
+            what += "joined them"
+            fix = "remove optax.flatten, so that the state follows the parameters; or "
+        return _unfollowed(path, what, fix)
 
     def _place(self, path: Path, at: int, shape: tuple[int, ...]) -> _Place:
         node, rest = path[:at], path[at + 1 :]
@@ -457,5 +447,9 @@ def _entries(tree: Any) -> list[tuple[Path, Any]]:
     return [(tuple(path), node) for path, node in entries]
 
 
-def _fix_by_override(path: str) -> str:
-    return f"overrides={{{re.escape(path)!r}: (...)}} annotates it"
+def _unfollowed(
+    path: str, what: str, fix: str = "", *, error: type[ShardingError] = StrategyError
+) -> Problem:
+    """Return the problem of an array that no parameter's annotation covers."""
+    fix += f"overrides={{{re.escape(path)!r}: (...)}} annotates it"
+    return Problem(error=error, what=what, path=path, fix=fix)
