@@ -155,7 +155,8 @@ def forward(operands: Operands, recipe: Arithmetic, *, state: Running | None = N
             # If no mask can hide the whole block, a conditional only costs.
             if not blocks.may_be_empty(block, recipe):
                 return _add(recipe, block, state), None
-            # XLA runs one branch, so a hidden block costs no product and no read of its values.
+            # XLA runs one branch, so a hidden block costs no matmul. Its keys and values are sliced
+            # before, so they may still be read.
             empty, add = blocks.is_empty(block, recipe), functools.partial(_add, recipe, block)
             return jax.lax.cond(empty, lambda state: state, add, state), None
 
