@@ -161,19 +161,25 @@ def compare(before: PartitionManager, after: PartitionManager, *, tensors: Any) 
         if before.mode is None or after.mode is None
         else [(before.mode, after.mode)]
     )
-    rows = [_row(tensor, before, after, *pair) for tensor in as_tensors(tensors) for pair in pairs]
+    rows = []
+    for tensor in as_tensors(tensors):
+        for mode, mode_after in pairs:
+            left, right = _placed(tensor, before, mode), _placed(tensor, after, mode_after)
+            role = next(
+                (side.found.role for side in (left, right) if side.found.decisions),
+                tensor.role or Role.ACTIVATION,
+            )
+            rows.append(
+                Row(
+                    tensor=tensor,
+                    role=role,
+                    mode=mode,
+                    mode_after=mode_after,
+                    before=left,
+                    after=right,
+                )
+            )
     return Comparison(rows=tuple(rows))
-
-
-def _row(
-    tensor: Tensor, before: PartitionManager, after: PartitionManager, mode: str, mode_after: str
-) -> Row:
-    left, right = _placed(tensor, before, mode), _placed(tensor, after, mode_after)
-    role = next(
-        (side.found.role for side in (left, right) if side.found.decisions),
-        tensor.role or Role.ACTIVATION,
-    )
-    return Row(tensor=tensor, role=role, mode=mode, mode_after=mode_after, before=left, after=right)
 
 
 def _placed(tensor: Tensor, manager: PartitionManager, mode: str) -> Placed:

@@ -178,19 +178,39 @@ def leaf_bytes(value: Any, sharding: Any, *, path: str = "") -> LeafBytes:
             path=path,
             fix="give every dim mesh axes, or replicate it",
         )
-    over = _replicated_over(sharding)
+    try:
+        shard = sharding.shard_shape(shape)
+    except ValueError as error:
+        raise StrategyError(
+            f"the sharding does not fit shape {shape}: {str(error).splitlines()[0]}",
+            path=path,
+            fix="pass the sharding of this array",
+        ) from error
+    over: tuple[str, ...] = ()
+    if isinstance(sharding, NamedSharding):
+        # Along an unreduced axis, each device holds its own summand, which is not a copy.
+        named = {axis for entry in sharding.spec.partitions for axis in entry_names(entry)} | set(
+            sharding.spec.unreduced
+        )
+        sizes = sharding.mesh.shape
+        over = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in named)
+        copies = math.prod(sizes[axis] for axis in over)
+    else:
+        # As text, because slices have no hash before Python 3.12.
+        places = {str(index) for index in sharding.devices_indices_map(shape).values()}
+        copies = sharding.num_devices // len(places)
+    # The dtype of typed random keys is none of NumPy's.
+    extended = jax.numpy.issubdtype(value.dtype, jax.dtypes.extended)
     return LeafBytes(
         path=path,
         shape=shape,
-        dtype=_dtype_text(value.dtype),
+        dtype=str(value.dtype if extended else jax.numpy.dtype(value.dtype)),
         spec=spec,
         devices=sharding.num_devices,
         total=whole_bytes(math.prod(shape), value.dtype),
-        per_device=whole_bytes(math.prod(_shard_shape(sharding, shape, path)), value.dtype),
-        copies=_copy_count(sharding, shape)
-        if over is None
-        else math.prod(sharding.mesh.shape[axis] for axis in over),  # type: ignore[attr-defined]
-        replicated_over=over or (),
+        per_device=whole_bytes(math.prod(shard), value.dtype),
+        copies=copies,
+        replicated_over=over,
         memory_kind="" if sharding.memory_kind in (None, "device") else sharding.memory_kind,
     )
 
@@ -210,40 +230,3 @@ def _spread(structure: Any, tree: Any, shardings: Any) -> list[Any]:
     ]
     assert len(each) == structure.num_leaves
     return each
-
-
-def _replicated_over(sharding: Sharding) -> tuple[str, ...] | None:
-    """Return the mesh axes that hold copies; None if the sharding has no mesh axes."""
-    if not isinstance(sharding, NamedSharding):
-        return None
-    # Along an unreduced axis, each device holds its own summand, which is not a copy.
-    named = {axis for entry in sharding.spec.partitions for axis in entry_names(entry)} | set(
-        sharding.spec.unreduced
-    )
-    return tuple(
-        axis for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in named
-    )
-
-
-def _copy_count(sharding: Sharding, shape: tuple[int, ...]) -> int:
-    # As text, because slices have no hash before Python 3.12.
-    places = {str(index) for index in sharding.devices_indices_map(shape).values()}
-    return sharding.num_devices // len(places)
-
-
-def _shard_shape(sharding: Sharding, shape: tuple[int, ...], path: str) -> tuple[int, ...]:
-    try:
-        return sharding.shard_shape(shape)
-    except ValueError as error:
-        raise StrategyError(
-            f"the sharding does not fit shape {shape}: {str(error).splitlines()[0]}",
-            path=path,
-            fix="pass the sharding of this array",
-        ) from error
-
-
-def _dtype_text(dtype: Any) -> str:
-    return str(
-        # The dtype of typed random keys is none of NumPy's.
-        dtype if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else jax.numpy.dtype(dtype)
-    )

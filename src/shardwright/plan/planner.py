@@ -365,14 +365,10 @@ def _bare(argument: int, category: Category, paths: Sequence[str]) -> Problem:
         arrays = "an array has neither an annotation nor a sharding"
     else:
         arrays = f"{len(paths)} arrays have neither an annotation nor a sharding"
+    shown = ", ".join(path or "the argument itself" for path in paths[:_NAMED])
+    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
     return Problem(
         error=StrategyError,
-        what=f"argument {argument} holds {category}, but {arrays}: {_some(paths)}",
+        what=f"argument {argument} holds {category}, but {arrays}: {shown}{more}",
         fix=f"{_ANNOTATE.get(category, 'annotate it in specs=')}, or call it inputs in holds=",
     )
-
-
-def _some(paths: Sequence[str]) -> str:
-    """Return the first paths of many as text."""
-    shown = ", ".join(path or "the argument itself" for path in paths[:_NAMED])
-    return f"{shown} and {len(paths) - _NAMED} more" if len(paths) > _NAMED else shown

@@ -192,7 +192,13 @@ def count_tensors(
     for tensor in tensors:
         request = ShardingRequest(tensor.axes, tensor.shape, manager.mode, tensor.role, tensor.path)
         role = manager.answer(request).role
-        reason = _reason_missing(tensor, role, cached=tensor.path in cached)
+        reason = ""
+        if role is Role.ACTIVATION and tensor.path not in cached:
+            reason = "is an activation; --cache PATTERN counts it as a cache"
+        elif tensor.shape is None:
+            reason = "has no shape"
+        elif not is_dtype(tensor.dtype):
+            reason = "has no dtype"
         if reason:
             missing.append(f"{tensor.path or 'a tensor'} {reason}")
             continue
@@ -221,14 +227,6 @@ def count_tensors(
     elif not train:
         leaves = tuple(leaf for leaf in leaves if leaf.category is not Category.GRADIENTS)
     return StateBytes(leaves=leaves, missing=tuple(missing))
-
-
-def _reason_missing(tensor: Tensor, role: Role, *, cached: bool) -> str:
-    if role is Role.ACTIVATION and not cached:
-        return "is an activation; --cache PATTERN counts it as a cache"
-    if tensor.shape is None:
-        return "has no shape"
-    return "" if is_dtype(tensor.dtype) else "has no dtype"
 
 
 def read_holds(shapes: Sequence[Any], holds: Any) -> list[Category | None]:

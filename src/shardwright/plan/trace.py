@@ -220,7 +220,7 @@ def trace(
     # strategies share. On an Explicit mesh, JAX needs them in the types.
     typed = recorder.typed
     shardings = [_sharding(each, planning) if typed else None for each in inputs]
-    arguments = jax.tree.unflatten(structure, map(_argument, leaves, shardings))
+    arguments = jax.tree.unflatten(structure, map(argument_of, leaves, shardings))
 
     def traced_once(*arguments: Any) -> Any:
         # A new function for each call: when it is freed, JAX frees its trace too.
@@ -246,7 +246,12 @@ def trace(
     whole = _jax.without_refs(traced.jaxpr).jaxpr
     # `instantiate` keeps unused inputs, because `inputs` has an entry for each argument.
     jaxpr, _ = dce_jaxpr(whole, [True] * len(whole.outvars), instantiate=True)
-    goals = _outputs(traced, outputs, planning.mode)
+    goals: tuple[ShardingRequest | None, ...] = (None,) * len(traced.jaxpr.jaxpr.outvars)
+    if outputs is not None:
+        goals = tuple(
+            ShardingRequest(leaf.annotation, leaf.value.shape, planning.mode, None, leaf.path)
+            for leaf in _annotated(traced.out_info, outputs, "outputs")
+        )
     by_role = _roles_by_arguments(goals, inputs, planning)
     return Trace(
         jaxpr=jaxpr,
@@ -261,9 +266,10 @@ def trace(
     )
 
 
-def _argument(x: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+def argument_of(leaf: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of an argument, with this sharding only."""
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    # A Python scalar is weakly typed. Without the mark, it would widen the results.
     weak = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak, sharding=sharding)
 
@@ -312,15 +318,6 @@ def _own_sharding(leaf: Any, mesh: Any) -> NamedSharding | None:
             "or pass pm.abstract(specs) of this manager",
         )
     return sharding
-
-
-def _outputs(traced: Any, outputs: Any, mode: str | None) -> tuple[ShardingRequest | None, ...]:
-    if outputs is None:
-        return (None,) * len(traced.jaxpr.jaxpr.outvars)
-    return tuple(
-        ShardingRequest(leaf.annotation, leaf.value.shape, mode, None, leaf.path)
-        for leaf in _annotated(traced.out_info, outputs, "outputs")
-    )
 
 
 def _roles_by_arguments(
@@ -440,7 +437,16 @@ def walk(
                 request.path or "",
             )
         dims, decisions, path = known[key]
-        return ShardedValue(dims=dims, origins=_origins(decisions, source, path))
+        origins = {
+            axis: Origin(
+                axis=decision.label,
+                rule="" if decision.rule is None else decision.rule.written,
+                source=source,
+                path=path,
+            )
+            for axis, decision in decisions.items()
+        }
+        return ShardedValue(dims=dims, origins=origins)
 
     def value_of(given: ShardingRequest | NamedSharding | None, ndim: int) -> ShardedValue:
         if given is None:
@@ -462,16 +468,3 @@ def walk(
         donated=donated,
         renaming=renaming,
     )
-
-
-def _origins(decisions: Mapping[str, DimDecision], source: str, path: str) -> dict[str, Origin]:
-    """Return why each mesh axis shards a dim."""
-    return {
-        axis: Origin(
-            axis=decision.label,
-            rule="" if decision.rule is None else decision.rule.written,
-            source=source,
-            path=path,
-        )
-        for axis, decision in decisions.items()
-    }

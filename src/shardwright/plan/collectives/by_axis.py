@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from shardwright.manager.core import Manager
 from shardwright.mesh.build import mesh_sizes
 from shardwright.plan.collectives.collective import Collective
-from shardwright.resolution.rules import AxisRules
 from shardwright.vocabulary.axes import SEMANTIC_AXES
 from shardwright.vocabulary.modes import MODE_TRAIN, MODES, parse_mode
 
@@ -28,26 +27,26 @@ def carried_axes(manager: Manager, *, mode: str | None = None) -> dict[str, tupl
     """
     resolved_mode = parse_mode(mode) if mode is not None else manager.mode or MODE_TRAIN
     rules = manager.rules
-    over = {
-        axis: set(_named(rules, axis, resolved_mode)) for axis in (*SEMANTIC_AXES, *rules.user_axes)
-    }
-    mesh_axes = [name for name, size in mesh_sizes(manager.mesh).items() if size > 1]
-    return {
-        name: tuple(axis for axis, names in over.items() if name in names) for name in mesh_axes
-    }
-
-
-def _named(rules: AxisRules, axis: str, mode: str) -> Iterator[str]:
-    """Yield every mesh axis that a rule of an axis names in a mode."""
-    index = MODES.index(mode)
+    index = MODES.index(resolved_mode)
     tables = [
         rules.activations[index],
         rules.params[index],
         *(entry.rules for entry in rules.tensors),
     ]
-    yield from (
-        name for table in tables for key, rule in table if key == axis for name in rule.mesh_axes
-    )
+    over = {
+        axis: {
+            name
+            for table in tables
+            for key, rule in table
+            if key == axis
+            for name in rule.mesh_axes
+        }
+        for axis in (*SEMANTIC_AXES, *rules.user_axes)
+    }
+    mesh_axes = [name for name, size in mesh_sizes(manager.mesh).items() if size > 1]
+    return {
+        name: tuple(axis for axis, names in over.items() if name in names) for name in mesh_axes
+    }
 
 
 def by_axis(

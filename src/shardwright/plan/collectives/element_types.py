@@ -40,7 +40,13 @@ def program_type(
         "_promoted"
     )
     if lone and reduction:
-        return _PROMOTED[wire] if promoted else _reduced_type(module, reduction, wire)
+        if promoted:
+            return _PROMOTED[wire]
+        adder = module.computations.get(reduction.lstrip("%"))  # absent if the text was cut
+        adds = wire if adder is None else adder.root.shapes[0].dtype
+        # Up to 8 bits only: for wider types, XLA names the computation `_promoted`. Without that
+        # name, a program on another backend may itself add wider types in mixed precision.
+        return adds if bits_of(adds) <= 8 and _widens(adds, wire) else wire
     goes_to = set(
         _uses(
             module, computation, instruction, None if lone or not instruction.is_tuple else position
@@ -54,15 +60,6 @@ def program_type(
         if _widens(narrow, wire):
             return narrow
     return wire
-
-
-def _reduced_type(module: Module, reduction: str, wire: str) -> str:
-    """Return the type that a reduction's computation adds, if the backend may have widened it."""
-    computation = module.computations.get(reduction.lstrip("%"))  # absent if the text was cut
-    adds = wire if computation is None else computation.root.shapes[0].dtype
-    # Up to 8 bits only: for wider types, XLA names the computation `_promoted`. Without that name,
-    # a program on another backend may itself add wider types in mixed precision.
-    return adds if bits_of(adds) <= 8 and _widens(adds, wire) else wire
 
 
 def _widens(narrow: str, wire: str) -> bool:

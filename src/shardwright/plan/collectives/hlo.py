@@ -247,7 +247,12 @@ def _instruction(line: str, number: int) -> Instruction:
     at = match.end()
     # The type of a tuple contains spaces, that of an array does not.
     end = _closing(line, at) + 1 if line.startswith("(", at) else line.find(" ", at)
-    is_tuple, shapes = line.startswith("(", at), tuple(_shapes(line[at:end]))
+    is_tuple = line.startswith("(", at)
+    shapes = tuple(
+        # HLO writes a dynamic dim with its bound, as <=8.
+        HloShape(dtype=each[1], dims=tuple(int(d.lstrip("<=")) for d in each[2].split(",") if d))
+        for each in _SHAPE.finditer(line[at:end])
+    )
     at = end + 1
     opening = line.find("(", at)
     if end < 0 or opening < 0:
@@ -274,14 +279,6 @@ def _unreadable(line: str, number: int) -> ProgramError:
         snippet=line.strip()[:200],
         fix="report it with the line",
     )
-
-
-def _shapes(text: str) -> Iterator[HloShape]:
-    for match in _SHAPE.finditer(text):
-        # HLO writes a dynamic dim with its bound, as <=8.
-        yield HloShape(
-            dtype=match[1], dims=tuple(int(dim.lstrip("<=")) for dim in match[2].split(",") if dim)
-        )
 
 
 def _closing(line: str, opening: int) -> int:

@@ -201,7 +201,10 @@ def _value(module: Module, frame: Frame, name: str) -> int | None:
 
 def _computed(module: Module, frame: Frame, instruction: Instruction) -> int | None:
     if instruction.opcode == "constant":
-        return _constant(instruction.literal)
+        text = instruction.literal.strip("{} ")
+        if text in ("true", "false"):
+            return int(text == "true")
+        return int(text) if re.fullmatch(r"-?\d+", text) else None
     if instruction.opcode == "get-tuple-element":
         return _element(
             module, frame, instruction.operands[0], int(instruction.attributes()["index"])
@@ -251,13 +254,6 @@ def _arithmetic(instruction: Instruction, operands: list[int | None]) -> int | N
         return int(not values[0]) if instruction.shapes[0].dtype == "pred" else ~values[0]
     unary = _UNARY.get(instruction.opcode)
     return None if unary is None else unary(values[0])
-
-
-def _constant(literal: str) -> int | None:
-    text = literal.strip("{} ")
-    if text in ("true", "false"):
-        return int(text == "true")
-    return int(text) if re.fullmatch(r"-?\d+", text) else None
 
 
 def _wrapped(value: int, dtype: str) -> int:

@@ -122,19 +122,15 @@ def with_settings(base: Strategy, settings: Settings) -> Strategy:
     Raises:
       ShardingError: A setting is invalid, or does not fit the strategy.
     """
-    return base | type(base)(**_tables(settings)) if settings else base
-
-
-def _tables(settings: Settings) -> dict[str, Any]:
-    """Return settings as the tables of a strategy file. A key without a table is a rule."""
     data: dict[str, Any] = {}
     for key, text in settings.items():
         *tables, name = key.split(".")
         table = data
+        # A key without a table is a rule.
         for part in tables or ["rules"]:
             table = table.setdefault(part, {})
         table[name] = text
-    return data
+    return base | type(base)(**data) if settings else base
 
 
 def check_overrides(

@@ -247,7 +247,14 @@ def _compile(
             last = messages.read().strip().rpartition("\n")[2]
         result = _read_result(folder / "result.json")
     if result is None:
-        raise _no_result(code, last, target)
+        # `subprocess` returns the number of a signal as a negative status.
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+            fix = "the machine may be out of memory: free some, or scan over layers"
+        else:
+            how = f"ended with status {code}: {last:.300}"
+            fix = "check that the environment of this Python can compile for the target"
+        raise ProgramError(f"the process of {target.compiler} {how}", fix=fix)
     if "error" in result:
         raise ProgramError(
             f"{target.compiler} cannot compile the program: {result['error']:.500}",
@@ -288,15 +295,3 @@ def _run_worker(folder: Path, messages: Any, target: Target, timeout: float) -> 
         if worker.poll() is None:
             os.killpg(worker.pid, signal.SIGKILL)
             worker.wait()
-
-
-def _no_result(code: int, last: str, target: Target) -> ProgramError:
-    """Return the error for a worker that left no result."""
-    # `subprocess` returns the number of a signal as a negative status.
-    if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-        fix = "the machine may be out of memory: free some, or scan over layers"
-    else:
-        how = f"ended with status {code}: {last:.300}"
-        fix = "check that the environment of this Python can compile for the target"
-    return ProgramError(f"the process of {target.compiler} {how}", fix=fix)

@@ -14,7 +14,7 @@ from shardwright.errors import ProgramError, ShardingError
 from shardwright.manager import context
 from shardwright.manager.core import Manager
 from shardwright.plan.planner import Program
-from shardwright.plan.trace import Trace
+from shardwright.plan.trace import Trace, argument_of
 from shardwright.resolution.partition_specs import entry_names
 from shardwright.resolution.request import ShardingRequest
 
@@ -86,7 +86,7 @@ def export_program(
 
     leaves, structure = jax.tree.flatten(tuple(program.shapes))
     arguments = [
-        _argument(leaf, sharding(source) or NamedSharding(mesh, jax.P()))
+        argument_of(leaf, sharding(source) or NamedSharding(mesh, jax.P()))
         for leaf, source in zip(leaves, traced.inputs, strict=True)
     ]
     donated = [
@@ -142,10 +142,3 @@ _CALLS = [
         *("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"),
     )
 ]
-
-
-def _argument(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    # A Python scalar is weakly typed. Without the mark, it would widen the results.
-    weak = getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)

@@ -58,7 +58,10 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
     if ledger.timeline is None or step.name == "shard_map":
         return values  # the equations of a `shard_map` are in the timeline already
     if step.name in _ANGLES:
-        return [dataclasses.replace(values[0], buffer=_angle(step, values[0]))]
+        size = ledger.local_bytes(step.results[0], values[0].dims)
+        read = [value.buffer for value in step.values if value.buffer is not None]
+        buffer = None if values[0].free else ledger.timeline.angle(step.name, size, read)
+        return [dataclasses.replace(values[0], buffer=buffer)]
     if _changes_nothing(step, values):
         pairs = zip(values, step.values, strict=False)
         return [dataclasses.replace(value, buffer=old.buffer) for value, old in pairs]
@@ -222,16 +225,6 @@ def _mark_row(equation: Any, result: Buffer | None, shapes: Sequence[tuple[int, 
     batch = equation.params["dimension_numbers"][1][at]
     size = math.prod(size for dim, size in enumerate(shapes[at]) if dim not in batch)
     result.row = whole_bytes(size, equation.invars[at].aval.dtype)
-
-
-def _angle(step: PlanStep, result: ShardedValue) -> Buffer | None:
-    """Return the buffer of a sine or cosine, or None if it takes no memory."""
-    assert step.ledger.timeline is not None
-    if result.free:
-        return None
-    size = step.ledger.local_bytes(step.results[0], result.dims)
-    operands = [value.buffer for value in step.values if value.buffer is not None]
-    return step.ledger.timeline.angle(step.name, size, operands)
 
 
 def _copies(step: PlanStep) -> list[Buffer]:
@@ -400,7 +393,11 @@ def _matmul_inputs(
             found.update(*(given[at] for at in _matmul_inputs(body, choose)))
         # A loop returns new arrays, so no matmul behind it reads an input itself.
         if name in _FUSED or name in CONSTRAINTS or (bodies and name not in _LOOPS):
-            sources.update(dict.fromkeys(equation.outvars, _of_size(equation, read)))
+            # Operands that are not much smaller than the largest result.
+            largest = max(_bytes(variable.aval) for variable in equation.outvars)
+            pairs = zip(read, equation.invars, strict=True)
+            behind = [each for each, operand in pairs if 4 * _bytes(operand.aval) >= largest]
+            sources.update(dict.fromkeys(equation.outvars, set[int]().union(*behind)))
     return found
 
 
@@ -415,13 +412,6 @@ def _relaid(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
         if own != set(long[: len(own)]):
             found.append(each)
     return found
-
-
-def _of_size(equation: Any, read: Sequence[set[int]]) -> set[int]:
-    """Return the inputs behind those operands that are not much smaller than the largest result."""
-    largest = max(_bytes(variable.aval) for variable in equation.outvars)
-    pairs = zip(read, equation.invars, strict=True)
-    return set().union(*(each for each, variable in pairs if 4 * _bytes(variable.aval) >= largest))
 
 
 def _local_peak(jaxpr: Any) -> Peak:

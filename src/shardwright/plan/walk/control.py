@@ -41,10 +41,14 @@ def scan(step: PlanStep) -> list[ShardedValue]:
     constants, carries, body = loop.fixed, loop.carried, loop.jaxpr
     avals, split = step.avals, constants + carries
     location = dataclasses.replace(step.location, runs=step.location.runs * (loop.rounds or 0))
-    inputs = [
-        dataclasses.replace(_unstacked(step, at), runs=location.runs)
-        for at in range(split, len(step.values))
-    ]
+    inputs = []
+    for at in range(split, len(step.values)):
+        value = step.values[at]
+        # A sharded first dim is gathered before the loop.
+        if value.dims[0]:
+            step.doubt(value.dims[0], _STACK)
+            value = step.move(at, ((), *value.dims[1:]))
+        inputs.append(dataclasses.replace(value, dims=value.dims[1:], runs=location.runs))
     fixed, starts = step.values[:constants], step.values[constants:split]
     carry = _carried(step, body, (fixed, starts, inputs), location)
     for value, aval, goal in zip(starts, avals[constants:split], carry, strict=True):
@@ -107,15 +111,6 @@ def _with_slices(step: PlanStep, values: list[ShardedValue], variables: Any) -> 
     step.ledger.timeline.add(births=[part for part in slices if part is not None])
     pairs = zip(values, slices, strict=True)
     return [dataclasses.replace(value, buffer=part) for value, part in pairs]
-
-
-def _unstacked(step: PlanStep, at: int) -> ShardedValue:
-    """Return one slice of a stacked operand. A sharded first dim is gathered before the loop."""
-    value = step.values[at]
-    if value.dims[0]:
-        step.doubt(value.dims[0], _STACK)
-        value = step.move(at, ((), *value.dims[1:]))
-    return dataclasses.replace(value, dims=value.dims[1:])
 
 
 def _carried(

@@ -60,7 +60,10 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
         for axis in before.mesh_axes - after.mesh_axes
     }
     channels = whole[1].dims[numbers.rhs_spec[0]]
-    windowed = _windowed(step, whole[0])
+    # The mesh axes of the spatial dims along which the window has several elements.
+    pairs = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)
+    extents = step.avals[1].shape
+    windowed = {axis for at, of in pairs if extents[of] > 1 for axis in whole[0].dims[at]}
     if channels and windowed:
         # XLA multiplies the result by the number of channel shards, or its gradient is wrong: on
         # CPUs with JAX 0.10.2 and 0.12. A kernel that is whole, or a window of 1, is right.
@@ -148,13 +151,6 @@ def _exchange(
             )
         # The exchange along the next dim has the rows that are there now.
         local[dim] += sum(reach) if value.dims[dim] else 0
-
-
-def _windowed(step: PlanStep, image: ShardedValue) -> frozenset[str]:
-    """Return the mesh axes of the spatial dims along which the window has several elements."""
-    numbers, kernel = step.parameters["dimension_numbers"], step.avals[1].shape
-    pairs = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)
-    return frozenset(axis for at, of in pairs if kernel[of] > 1 for axis in image.dims[at])
 
 
 def _labels(step: PlanStep, names: Mapping[int, tuple[str, str, str]]) -> Labels:

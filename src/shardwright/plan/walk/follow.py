@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from shardwright.dims.table import Correspondence, FactorRole
@@ -49,7 +49,12 @@ def follow(
     held = {at: placed(known, known.operands[at], values[at].dims, sizes) for at in live}
     order = fitting(known, choose(step, known, held), sizes)
     if doubt:
-        step.doubt(axes_of(tuple(_axes_given_up(step, known, held, values))), doubt)
+        given_up: set[str] = set()
+        for at, own in held.items():
+            kept = spread(known, known.operands[at], fitting(known, own, sizes), sizes)
+            pairs = zip(values[at].dims, kept, strict=True)
+            given_up.update(*(axes for axes, left in pairs if axes != left))
+        step.doubt(given_up, doubt)
     moved = {}
     for at in live:
         dims = spread(known, known.operands[at], order, sizes)
@@ -72,18 +77,3 @@ def follow(
         )
         for result in known.results
     ]
-
-
-def _axes_given_up(
-    step: PlanStep,
-    known: Correspondence,
-    held: Mapping[int, AxesByFactor],
-    values: Sequence[ShardedValue],
-) -> Iterator[tuple[str, ...]]:
-    """Yield the mesh axes of dims that cannot stay sharded."""
-    sizes = step.ledger.sizes
-    for at, order in held.items():
-        kept = spread(known, known.operands[at], fitting(known, order, sizes), sizes)
-        for axes, left in zip(values[at].dims, kept, strict=True):
-            if axes != left:
-                yield axes

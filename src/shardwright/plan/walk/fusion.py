@@ -116,7 +116,13 @@ def _fuses(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer]) -> 
 
 def _is_repeated(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer]) -> bool:
     """Tell whether a value with several uses is computed again for each of them."""
-    if not _saves_memory(buffer, fused, fusion):
+    # A compiler holds the operands and computes the value again for each use, if the operands
+    # together take no more memory than the value.
+    operands = {each for operand in buffer.operands or () for each in held(operand, fused)}
+    # `MOST` also fuses a value with a small operand, such as the mean of each row. The ways of the
+    # upper end do not: that of `unrolled_without_remat` (held out) would be 0.96 of the peak.
+    small = buffer.size // _SMALL if fusion is Fusion.MOST else 0
+    if sum(each.size for each in operands if each.size > small) > buffer.size:
         return False
     if buffer.reduced:
         starts = roots(buffer)
@@ -200,18 +206,6 @@ def inside_kernels(entries: Sequence[Entry], fused: set[Buffer]) -> set[Buffer]:
         if elementwise or (reader.matmul and not reader.parts and 2 * buffer.row < _KERNEL):
             inside.add(buffer)
     return inside
-
-
-def _saves_memory(buffer: Buffer, fused: set[Buffer], fusion: Fusion) -> bool:
-    """Tell whether the operands of a value together take no more memory than the value.
-
-    A compiler then holds the operands, and computes the value again for each use.
-    """
-    operands = {each for operand in buffer.operands or () for each in held(operand, fused)}
-    # `MOST` also fuses a value with a small operand, such as the mean of each row. The ways of the
-    # upper end do not: that of `unrolled_without_remat` (held out) would be 0.96 of the peak.
-    small = buffer.size // _SMALL if fusion is Fusion.MOST else 0
-    return sum(each.size for each in operands if each.size > small) <= buffer.size
 
 
 def _is_copy(buffer: Buffer, fused: set[Buffer]) -> bool:

@@ -136,8 +136,14 @@ def gather(step: PlanStep) -> list[ShardedValue]:
     lookup = _lookup(step, columns, adds=False)
     held: dict[Name, Dims] = {"table": value.dims, "index": index.dims, "rows": ()}
     if lookup is not None and not index.free and not value.free:
-        natural = _natural(lookup, value.dims, index.dims, result.ndim)
-        held["rows"] = step.wanted[0] or natural
+        # Without a later constraint, the rows keep the dims of the table, and then of the index.
+        natural: list[tuple[str, ...]] = [()] * result.ndim
+        for at, to in lookup.columns.items():
+            natural[to] = value.dims[at]
+        columned = axes_of(tuple(natural))
+        for at, to in lookup.tokens.items():
+            natural[to] = () if columned & {*index.dims[at]} else index.dims[at]
+        held["rows"] = step.wanted[0] or tuple(natural)
         if shared_axes(lookup, held):
             return [_partitioned(step, lookup, held, {**index.origins, **value.origins})]
     used = {axis for axes in dims for axis in axes} | owed
@@ -203,18 +209,6 @@ def _windows(step: PlanStep, *, adds: bool) -> dict[int, int]:
     kept = [dim for dim in range(step.avals[0].ndim) if dim not in (*removed, *batching)]
     windows = numbers.update_window_dims if adds else numbers.offset_dims
     return dict(zip(kept, windows, strict=True))
-
-
-def _natural(lookup: Lookup, table: Dims, index: Dims, rank: int) -> Dims:
-    """Return the dims of looked-up rows that no constraint follows."""
-    dims: list[tuple[str, ...]] = [()] * rank
-    used: set[str] = set()
-    for at, to in lookup.columns.items():
-        dims[to] = table[at]
-        used |= {*table[at]}
-    for at, to in lookup.tokens.items():
-        dims[to] = () if used & {*index[at]} else index[at]
-    return tuple(dims)
 
 
 def _partitioned(

@@ -251,7 +251,13 @@ class Timeline:
         most, present, peak_entry, sent = 0, list[Buffer](), None, 0
         for at, entry in enumerate(self._entries):
             ended = [buffer for buffer in entry.in_place if way.last.get(buffer) == at]
-            kinds.update(_kept_kinds(ended, entry.births, kinds))
+            # Results that overwrite arguments keep their kinds: an updated cache is a cache.
+            free = {buffer.size: kinds.get(buffer, buffer.kind) for buffer in ended}
+            kinds.update(
+                (birth, free[birth.size])
+                for birth in entry.births
+                if free.get(birth.size, TEMPORARY) not in (TEMPORARY, LOOPS)
+            )
             # Dropped before the results are added, so that memory that is reused counts once.
             alive.drop(ended)
             alive.add(entry.births)
@@ -343,18 +349,6 @@ class _Alive:
     def end(self, at: int) -> None:
         """Remove the buffers whose last use is the equation at a position."""
         self.drop(self._dying.get(at, ()))
-
-
-def _kept_kinds(
-    ended: Iterable[Buffer], births: Iterable[Buffer], kinds: Mapping[Buffer, str]
-) -> dict[Buffer, str]:
-    """Return the kinds of results that overwrite arguments: an updated cache is a cache."""
-    free = {buffer.size: kinds.get(buffer, buffer.kind) for buffer in ended}
-    return {
-        birth: free[birth.size]
-        for birth in births
-        if free.get(birth.size, TEMPORARY) not in (TEMPORARY, LOOPS)
-    }
 
 
 def _live(present: Iterable[Buffer], entry: Entry, kinds: Mapping[Buffer, str]) -> tuple[Live, ...]:

@@ -49,8 +49,11 @@ def padded_copies(
     for birth in births:
         if birth is None or array.ndim < 3 or not birth.shape[-1] % _LANES:
             continue
+        *_, heads, last = birth.shape
+        padded = birth.size // last * -(-last // _LANES) * _LANES
         copy = Buffer(
-            size=_padded_bytes(birth),
+            # Two copies of an array with one head, else one.
+            size=2 * padded if heads == 1 else padded,
             kind=TEMPORARY,
             dtype=birth.dtype,
             shape=birth.shape,
@@ -95,13 +98,6 @@ def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
         if size
         for least in (size, 0)
     ]
-
-
-def _padded_bytes(buffer: Buffer) -> int:
-    """Return the bytes of the copies of one array: two of an array with one head, else one."""
-    *_, heads, last = buffer.shape
-    padded = buffer.size // last * -(-last // _LANES) * _LANES
-    return 2 * padded if heads == 1 else padded
 
 
 def keep_copies(read: Iterable[Buffer | None], timeline: Timeline) -> None:

@@ -294,16 +294,6 @@ def _given_out(
     return dataclasses.replace(moved, buffer=buffer)
 
 
-def _peak(ledger: Ledger, results: Sequence[ShardedValue], kept: Sequence[Buffer]) -> Peak:
-    """Return the peak of a program. Outputs count as results if they are not inputs."""
-    assert ledger.timeline is not None
-    buffers = [value.buffer for value in results if value.buffer is not None]
-    for buffer in buffers:
-        if buffer.kind == TEMPORARY:
-            buffer.kind = RESULTS
-    return ledger.timeline.peak(buffers, kept=kept)
-
-
 def walk_jaxpr(
     jaxpr: Any,
     inputs: Sequence[ShardedValue],
@@ -351,8 +341,14 @@ def walk_jaxpr(
     overwritten = donated or [False] * len(inputs)
     kept = [value.buffer for value, given in zip(inputs, overwritten, strict=True) if not given]
     kept += closed_over
+    buffers = [value.buffer for value in results if value.buffer is not None]
+    for buffer in buffers:
+        # Outputs count as results if they are not inputs.
+        if buffer.kind == TEMPORARY:
+            buffer.kind = RESULTS
+    assert ledger.timeline is not None
     return Walked(
-        memory=_peak(ledger, results, [buffer for buffer in kept if buffer is not None]),
+        memory=ledger.timeline.peak(buffers, kept=[each for each in kept if each is not None]),
         events=tuple(ledger.events),
         choices=tuple(ledger.choices),
         idle=tuple(ledger.idle),

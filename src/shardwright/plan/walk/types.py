@@ -50,17 +50,16 @@ def with_owed(step: PlanStep) -> PlanStep:
 
 def as_typed(step: PlanStep, results: Sequence[ShardedValue]) -> list[ShardedValue]:
     """Move results to the shardings of their types."""
-    return [
-        _as_typed(step, value, aval) if explicit_axes(aval) and not value.free else value
-        for value, aval in zip(results, step.results, strict=True)
-    ]
-
-
-def _as_typed(step: PlanStep, value: ShardedValue, aval: Any) -> ShardedValue:
-    unreduced = frozenset(aval.sharding.spec.unreduced)
-    groups = tuple(group - unreduced for group in value.groups)
-    partial = dataclasses.replace(value, owed=value.owed - unreduced, groups=groups)
-    dims = typed_dims(aval, value.dims, step.ledger.sizes)
-    if dims == value.dims:
-        return partial
-    return step.ledger.move(partial, aval, dims, step.location, origins=value.origins)
+    typed = []
+    for value, aval in zip(results, step.results, strict=True):
+        if not explicit_axes(aval) or value.free:
+            typed.append(value)
+            continue
+        unreduced = frozenset(aval.sharding.spec.unreduced)
+        groups = tuple(group - unreduced for group in value.groups)
+        partial = dataclasses.replace(value, owed=value.owed - unreduced, groups=groups)
+        dims = typed_dims(aval, value.dims, step.ledger.sizes)
+        if dims != value.dims:
+            partial = step.ledger.move(partial, aval, dims, step.location, origins=value.origins)
+        typed.append(partial)
+    return typed

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias
 from jax.sharding import AxisType, PartitionSpec
 
 from shardwright.plan.walk.entries import Buffer
+from shardwright.resolution.partition_specs import entry_names
 
 # The mesh axes of each dim, major first. Mesh axes of size 1 never occur.
 Dims: TypeAlias = tuple[tuple[str, ...], ...]
@@ -112,7 +113,7 @@ def dims_of_spec(spec: Sequence[Any], ndim: int, sizes: Mapping[str, int]) -> Di
     return tuple(
         KEEP
         if entry is PartitionSpec.UNCONSTRAINED
-        else tuple(name for name in _names(entry) if name in sizes)
+        else tuple(name for name in entry_names(entry) if name in sizes)
         for entry in entries
     )
 
@@ -149,12 +150,6 @@ def with_kept(dims: Dims, current: Dims) -> Dims:
         tuple(axis for axis in held if axis not in used) if axes == KEEP else axes
         for axes, held in zip(dims, current, strict=True)
     )
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    if isinstance(entry, str):
-        return (entry,)
-    return entry if isinstance(entry, tuple) else ()
 
 
 def axes_of(dims: Dims) -> frozenset[str]:
