@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import textwrap
 from collections import Counter
@@ -93,7 +94,12 @@ def run(arguments: argparse.Namespace) -> int:
         parser().error("the following arguments are required: STRATEGY")
     tensors = None if arguments.tensors is None else read_tensors(arguments.tensors)
     # A model may use axes that a strategy of the same command line declares.
-    own_axes = _own_axes(strategies) if any(map(is_model, strategies)) else frozenset()
+    own_axes: set[str] = set()
+    if any(map(is_model, strategies)):
+        for text in itertools.filterfalse(is_model, strategies):
+            # `_check` reports those that cannot be read.
+            with contextlib.suppress(ShardingError):
+                own_axes.update(read_strategy(text)[0].axes)
     results: list[Checked] = []
     for text in strategies:
         if is_model(text):
@@ -104,7 +110,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(
             {
-                "strategies": [_json(result, strict=arguments.strict) for result in results],
+                "strategies": [
+                    {
+                        "strategy": result.strategy,
+                        "findings": [finding.to_json() for finding in result.findings],
+                        "ok": not result.fails(strict=arguments.strict),
+                    }
+                    for result in results
+                ],
                 "ok": not failed,
             }
         )
@@ -131,25 +144,6 @@ def _check(text: str, tensors: Any, mesh: str | None, devices: int | None) -> Ch
         strategy=label,
         findings=lint(strategy, tensors, mesh=read_mesh_text(strategy, mesh, devices)),
     )
-
-
-def _own_axes(strategies: Sequence[str]) -> frozenset[str]:
-    """Return the axes that strategies declare. `_check` reports those that cannot be read."""
-    own: set[str] = set()
-    for text in strategies:
-        if not is_model(text):
-            with contextlib.suppress(ShardingError):
-                own.update(read_strategy(text)[0].axes)
-    return frozenset(own)
-
-
-def _json(result: Checked, *, strict: bool) -> dict[str, Any]:
-    findings = [finding.to_json() for finding in result.findings]
-    return {
-        "strategy": result.strategy,
-        "findings": findings,
-        "ok": not result.fails(strict=strict),
-    }
 
 
 def report(results: Sequence[Checked], *, width: int) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from shardwright.cli.models import NamedModel, infer_model, infer_on_one_device, read_model
+from shardwright.cli.models import infer_model, infer_on_one_device, read_model
 from shardwright.cli.programs import read_programs
 from shardwright.cli.python_files import read_function, user_code
 from shardwright.errors import StrategyError
@@ -65,28 +65,26 @@ def check_model(
       ShardingError: The model or its annotations cannot be read.
     """
     if arguments.params is None and _has_no_arguments(text):
-        found = _check_programs(text, arguments, own_axes=own_axes)
-        return [
-            Checked(strategy=f"{text} for {mode}", findings=each) for mode, each in found.items()
-        ]
+        checked = []
+        for mode, program in read_programs(text, None, devices=1).items():
+            label = f"{text} for {mode_name(mode)}"
+            findings = _check_program(label, mode, program, own_axes)
+            checked.append(Checked(strategy=label, findings=findings))
+        return checked
     if arguments.params is None:
         fix = "add --params NAME, a function of its file that returns the parameters\n"
         fix += "or name a function without arguments that returns programs, as for shardwright plan"
         raise StrategyError(f"the model {text} needs --params", fix=fix)
     model = read_model(text, arguments.params, arguments.input)
-    annotations = _annotations(model, arguments)
-    findings = lint_names(annotations, infer_model(model, sizes={}, own_axes=own_axes))
-    return [Checked(strategy=text, findings=findings)]
-
-
-def _annotations(model: NamedModel, arguments: argparse.Namespace) -> Any:
+    annotations = model.params
     if arguments.axes is not None:
-        return match_paths(model.params, read_path_rules(arguments.axes).items()).annotations
-    leaves = jax.tree.leaves(model.params, is_leaf=is_array_spec)
-    if not all(map(is_array_spec, leaves)):
+        rules = read_path_rules(arguments.axes)
+        annotations = match_paths(model.params, rules.items()).annotations
+    elif not all(map(is_array_spec, jax.tree.leaves(model.params, is_leaf=is_array_spec))):
         fix = "return ArraySpecs, or pass a file of path rules in --axes"
         raise StrategyError(f"{arguments.params} returns arrays without annotations", fix=fix)
-    return model.params
+    findings = lint_names(annotations, infer_model(model, sizes={}, own_axes=own_axes))
+    return [Checked(strategy=text, findings=findings)]
 
 
 def read_path_rules(name: str) -> dict[str, Any]:
@@ -115,28 +113,6 @@ def _has_no_arguments(text: str) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _check_programs(
-    text: str, arguments: argparse.Namespace, *, own_axes: Collection[str]
-) -> dict[str, tuple[Finding, ...]]:
-    """Return the findings about the axis names of each program, by mode.
-
-    Of a training step, the forward pass is checked.
-
-    Args:
-      text: `file.py:function`, which returns programs.
-      arguments: The command line.
-      own_axes: Axes of their own that the strategies of the command line declare.
-
-    Raises:
-      StrategyError: The file cannot be read, or no program can be checked.
-    """
-    programs = read_programs(text, None, devices=1)
-    return {
-        mode_name(mode): _check_program(f"{text} for {mode_name(mode)}", mode, program, own_axes)
-        for mode, program in programs.items()
-    }
 
 
 def _check_program(

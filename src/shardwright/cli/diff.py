@@ -18,7 +18,7 @@ from shardwright.cli.inputs import Setting, read_count, read_setting
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
-from shardwright.plan.compare import Comparison, Placed, Row, Total, compare
+from shardwright.plan.compare import Comparison, Placed, Row, compare
 from shardwright.show.tables import table
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.lowering import describe
@@ -161,7 +161,25 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     comparison = compare(managers[0], managers[1], tensors=read_tensors(arguments.tensors))
     if arguments.json:
-        print_json(_json(comparison, left, right))
+        print_json(
+            {
+                "before": left.to_json(),
+                "after": right.to_json(),
+                "tensors": [_row_json(row) for row in comparison.rows],
+                "totals": [
+                    {
+                        "role": str(total.role),
+                        "mode": mode_name(total.mode),
+                        "bytes_before": total.before,
+                        "bytes_after": total.after,
+                        "uncounted": total.uncounted,
+                    }
+                    for total in comparison.totals()
+                ],
+                "changed": len({row.tensor.path for row in comparison.changed}),
+                "ok": comparison.ok,
+            }
+        )
     else:
         print_lines(report(comparison, left, right, width=width_of(arguments.width)), marks=_GROWS)
     return 1 if not comparison.ok or (arguments.exit_code and comparison.changed) else 0
@@ -176,17 +194,6 @@ def _two(name: str, values: Sequence[Any] | None) -> tuple[Any, Any]:
             f"{name} is given {len(values)} times", fix="give one for both sides, or one for each"
         )
     return values[0], values[-1]
-
-
-def _json(comparison: Comparison, left: Side, right: Side) -> dict[str, Any]:
-    return {
-        "before": left.to_json(),
-        "after": right.to_json(),
-        "tensors": [_row_json(row) for row in comparison.rows],
-        "totals": [_total_json(total) for total in comparison.totals()],
-        "changed": len({row.tensor.path for row in comparison.changed}),
-        "ok": comparison.ok,
-    }
 
 
 def _row_json(row: Row) -> dict[str, Any]:
@@ -209,15 +216,6 @@ def _placed_json(placed: Placed) -> dict[str, Any]:
     return {"spec": spec, "shards": shards, "bytes_per_device": placed.bytes, "problems": problems}
 
 
-def _total_json(total: Total) -> dict[str, Any]:
-    counts = {
-        "bytes_before": total.before,
-        "bytes_after": total.after,
-        "uncounted": total.uncounted,
-    }
-    return {"role": str(total.role), "mode": mode_name(total.mode), **counts}
-
-
 # The report: a table per role and per group of modes with the same differences.
 
 
@@ -225,19 +223,15 @@ def report(comparison: Comparison, left: Side, right: Side, *, width: int) -> li
     """Return the differences, the totals and the problems as lines."""
     lines = [f"- {left}", f"+ {right}"]
     for role in (Role.PARAM, Role.STATE, Role.ACTIVATION):
-        for modes in _groups(comparison, role):
+        # The modes in which the tensors have the same differences share a table.
+        groups: dict[tuple[Any, ...], list[str]] = {}
+        for mode in dict.fromkeys(row.mode for row in comparison.rows if row.role is role):
+            rows = [row for row in comparison.rows if row.role is role and row.mode == mode]
+            groups.setdefault(tuple(map(_cells, rows)), []).append(mode)
+        for modes in groups.values():
             lines += ["", *_section(comparison, role, modes, width=width)]
     problems = _problems(comparison)
     return lines + (["", *render(problems).splitlines()] if problems else [])
-
-
-def _groups(comparison: Comparison, role: Role) -> list[list[str]]:
-    """Group the modes in which a role's tensors have the same differences."""
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for mode in dict.fromkeys(row.mode for row in comparison.rows if row.role is role):
-        rows = [row for row in comparison.rows if row.role is role and row.mode == mode]
-        groups.setdefault(tuple(_cells(row) for row in rows), []).append(mode)
-    return list(groups.values())
 
 
 def _section(comparison: Comparison, role: Role, modes: Sequence[str], *, width: int) -> list[str]:
@@ -266,7 +260,13 @@ def _section(comparison: Comparison, role: Role, modes: Sequence[str], *, width:
     if width < _ROOM:
         body = [(cells[0], *cells[2:]) for cells in body]
     lines = table(body, indent="  ", width=width, prose=1) if changed else []
-    return [head, *lines, *(_total_line(total) if has_bytes else [])]
+    if has_bytes:
+        grows = total.after - total.before
+        share = f" ({grows / total.before:+.1%})" if grows and total.before else ""
+        after = f" -> {bytes_text(total.after)}{share}" if grows else ", unchanged"
+        uncounted = f", {total.uncounted} not counted" if total.uncounted else ""
+        lines.append(f"  per device: {bytes_text(total.before)}{after}{uncounted}")
+    return [head, *lines]
 
 
 _HEAD = ("tensor", "axes", "before", "after", "bytes before", "bytes after", "change")
@@ -298,19 +298,6 @@ def _counts(placed: Placed) -> str:
     """Return the mesh axes and the number of shards of each dim: `fsdp/2, tp/4`."""
     dims = zip(placed.mesh_axes or (), placed.shards or (), strict=True)
     return ", ".join(f"{'+'.join(axes)}/{count}" if axes else "-" for axes, count in dims) or "()"
-
-
-def _total_line(total: Total) -> list[str]:
-    """Return the bytes of all tensors as a line, with those that do not change."""
-    grows = total.after - total.before
-    share = f" ({grows / total.before:+.1%})" if grows and total.before else ""
-    uncounted = f", {total.uncounted} not counted" if total.uncounted else ""
-    sizes = (
-        f"{bytes_text(total.before)} -> {bytes_text(total.after)}{share}"
-        if grows
-        else f"{bytes_text(total.before)}, unchanged"
-    )
-    return [f"  per device: {sizes}{uncounted}"]
 
 
 def _problems(comparison: Comparison) -> list[Problem]:

@@ -19,7 +19,7 @@ from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
 from shardwright.plan.compare import bytes_on_device
-from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
+from shardwright.resolution.decisions import Outcome, Resolution
 from shardwright.resolution.partition_specs import spec_text
 from shardwright.show.resolution import HEAD, mesh_axes_text, row
 from shardwright.show.tables import remarked_table, table
@@ -212,7 +212,11 @@ def array_lines(answer: ExplainedTensor, *, width: int) -> list[str]:
         spec = "failed" if resolution.spec is None else spec_text(resolution.spec)
         lines += ["", f"{_modes_text(names, answer.modes)}  ->  {spec}"]
         if resolution.decisions:
-            lines += _dims(resolution.decisions, width=width)
+            rows = [HEAD, *map(row, resolution.decisions)]
+            # The third cell of `HEAD` is the size.
+            if all(decision.size is None for decision in resolution.decisions):
+                rows = [(*cells[:2], *cells[3:]) for cells in rows]
+            lines += remarked_table(rows, indent="  ", width=width)
         lines += [f"  note: {note}" for note in resolution.notes]
         problems = _with_fix(resolution.problems, sizes="give the sizes: --shape")
         lines += [f"  {line}" for line in render(problems).splitlines() if problems]
@@ -237,40 +241,23 @@ def imported_lines(answer: ExplainedTensor, setting: Setting) -> list[str]:
 
 def _groups(modes: Mapping[str, Resolution]) -> list[tuple[list[str], Resolution]]:
     """Group modes with the same decisions and problems."""
+    keys: list[Any] = []
     groups: list[tuple[list[str], Resolution]] = []
     for name, resolution in modes.items():
-        for names, other in groups:
-            if _same(other, resolution):
-                names.append(name)
-                break
-        else:
-            groups.append(([name], resolution))
+        problems = [(problem.error, problem.what, problem.dim) for problem in resolution.problems]
+        # Decisions contain their rules, so modes with equal specs by other rules are shown apart.
+        key = (resolution.decisions, resolution.notes, problems)
+        if key not in keys:
+            keys.append(key)
+            groups.append(([], resolution))
+        groups[keys.index(key)][0].append(name)
     return groups
-
-
-def _same(left: Resolution, right: Resolution) -> bool:
-    # Decisions contain their rules, so modes with equal specs by other rules are shown apart.
-    problems = [
-        [(problem.error, problem.what, problem.dim) for problem in resolution.problems]
-        for resolution in (left, right)
-    ]
-    return (left.decisions, left.notes) == (right.decisions, right.notes) and problems[
-        0
-    ] == problems[1]
 
 
 def _modes_text(names: Sequence[str], modes: Mapping[str, Any]) -> str:
     # `all modes` only if all were asked for, not if the one that was asked for agrees with itself.
     is_all = len(names) == len(MODE_NAMES) == len(modes)
     return "all modes" if is_all else ", ".join(names)
-
-
-def _dims(decisions: Sequence[DimDecision], *, width: int) -> list[str]:
-    rows = [HEAD, *map(row, decisions)]
-    if all(decision.size is None for decision in decisions):
-        # The third cell of `HEAD` is the size.
-        rows = [(*cells[:2], *cells[3:]) for cells in rows]
-    return remarked_table(rows, indent="  ", width=width)
 
 
 def _with_fix(problems: Iterable[Problem], *, sizes: str) -> tuple[Problem, ...]:
@@ -310,7 +297,10 @@ def tree_lines(answers: Sequence[ExplainedTensor], *, width: int) -> list[str]:
 
 def _section(answers: Sequence[ExplainedTensor], *, width: int) -> list[str]:
     # Modes with equal cells in all rows share a column, so that a table of a model fits a terminal.
-    columns = _columns(answers)
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for mode in answers[0].modes:
+        groups.setdefault(tuple(_cells(answer, mode) for answer in answers), []).append(mode)
+    columns = list(groups.values())
     sized = any(
         count is not None for answer in answers for count in answer.bytes_per_device.values()
     )
@@ -321,18 +311,6 @@ def _section(answers: Sequence[ExplainedTensor], *, width: int) -> list[str]:
     return table(rows, indent="  ", width=width, prose=1) + (
         _totals(answers, columns) if sized else []
     )
-
-
-def _columns(answers: Sequence[ExplainedTensor]) -> list[list[str]]:
-    groups: list[list[str]] = []
-    for name in answers[0].modes:
-        for names in groups:
-            if all(_cells(answer, names[0]) == _cells(answer, name) for answer in answers):
-                names.append(name)
-                break
-        else:
-            groups.append([name])
-    return groups
 
 
 def _cells(answer: ExplainedTensor, mode: str) -> tuple[str, str]:

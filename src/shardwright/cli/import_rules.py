@@ -104,7 +104,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         files.write_text(Path(arguments.out), text, overwrite=arguments.force)
     if arguments.json:
-        print_json(_to_json(imported, arguments.out))
+        names = {}
+        for name, target in imported.names.items():
+            role = None if isinstance(target, str) else target[1]
+            names[name] = {"axis": file_name(_axis_of(target)), "role": role}
+        notes, data = list(imported.notes), imported.strategy.to_data()
+        file = {} if arguments.out is None else {"file": arguments.out}
+        print_json({"names": names, "notes": notes, "strategy": data, **file})
     elif arguments.out is None:
         print_lines(text.rstrip("\n").split("\n"))
     else:
@@ -290,12 +296,3 @@ def _filled(text: str, width: int) -> list[str]:
     # A wrapped line is indented two columns more than its first one.
     indent = " " * (len(text) - len(text.lstrip()) + 2)
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False)
-
-
-def _to_json(imported: Imported, out: str | None) -> dict[str, Any]:
-    names = {}
-    for name, target in imported.names.items():
-        role = None if isinstance(target, str) else target[1]
-        names[name] = {"axis": file_name(_axis_of(target)), "role": role}
-    data = {"names": names, "notes": list(imported.notes), "strategy": imported.strategy.to_data()}
-    return data if out is None else {**data, "file": out}

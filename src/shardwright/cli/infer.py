@@ -73,7 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
     inferred = infer_model(model, sizes=sizes, own_axes=own_axes)
     # Of two names for one dim, each is wrong for one of the operations.
     if arguments.out is not None and not inferred.conflicts:
-        _write(arguments.out, inferred.toml())
+        if Path(arguments.out).suffix != ".toml":
+            what = f"{arguments.out!r} is not a .toml file"
+            raise StrategyError(what, fix="write -o axes.toml")
+        files.write_text(Path(arguments.out), inferred.toml())
     failed = bool(inferred.problems()) if arguments.strict else bool(inferred.conflicts)
     if arguments.json:
         print_json({**inferred.to_json(), "ok": not failed})
@@ -98,9 +101,3 @@ def read_size(text: str) -> tuple[int | str, str]:
         raise StrategyError(f"--size {text!r} is not N=AXIS", fix="write --size 7=CLASSES")
     size = int(match[1]) if match[1].isdecimal() else match[1]
     return size, canonical_axis(match[2])
-
-
-def _write(name: str, text: str) -> None:
-    if Path(name).suffix != ".toml":
-        raise StrategyError(f"{name!r} is not a .toml file", fix="write -o axes.toml")
-    files.write_text(Path(name), text)

@@ -182,18 +182,14 @@ def read_setting(strategy: str, *, mesh: str | None, devices: int | None) -> Set
       ShardingError: A strategy or a mesh cannot be read, or they do not fit each other.
     """
     combined, label = read_strategy(strategy)
-    return Setting(
-        manager=PartitionManager(combined, mesh=read_mesh(combined, label, mesh, devices)),
-        strategy=label,
-        combined=combined,
-        # A mesh on the command line replaces that of the strategy, with its parts between slices.
-        dcn=dict(combined.dcn) if mesh is None else _dcn(parse_mesh(mesh)),
-    )
-
-
-def _dcn(spec: MeshSpec) -> dict[str, int]:
-    # Not strict: a mesh of one slice has no `dcn`.
-    return dict(zip(spec.names, spec.dcn, strict=False))
+    manager = PartitionManager(combined, mesh=read_mesh(combined, label, mesh, devices))
+    dcn = dict(combined.dcn)
+    if mesh is not None:
+        # It replaces the mesh of the strategy, with its parts between slices. Not strict: a mesh of
+        # one slice has no `dcn`.
+        spec = parse_mesh(mesh)
+        dcn = dict(zip(spec.names, spec.dcn, strict=False))
+    return Setting(manager=manager, strategy=label, combined=combined, dcn=dcn)
 
 
 def read_strategy(text: str) -> tuple[Any, str]:

@@ -86,8 +86,16 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> NamedModel:
     pairs = [read_input(text) for text in inputs]
     result: list[_Params] = []
     with user_code(f"{file}:{params}"):
+        required = [
+            argument
+            # Optional arguments keep their defaults: one of them may be a dtype and not a key.
+            for argument in inspect.signature(init).parameters.values()
+            if argument.default is argument.empty
+            and argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
+        ]
+        key = [jax.random.key(0)] if required else []
         # `jax.eval_shape` returns arrays only, so `_arrays` keeps what else there is.
-        shapes = jax.eval_shape(lambda *keys: _arrays(init(*keys), result), *_keys(init))
+        shapes = jax.eval_shape(lambda *keys: _arrays(init(*keys), result), *key)
     # `eval_shape` traces the function once, so it puts one value into the list.
     (found,) = result
     fix = f"add one --input for each array after the parameters, in order: {_INPUT_EXAMPLE}"
@@ -236,18 +244,6 @@ def _manager(own_axes: Collection[str], mode: str, axis_types: AxisTypes) -> Par
     # Sizes of 1, so that no rule fails on an indivisible dim while the model is traced.
     mesh = abstract_mesh(dict.fromkeys(strategy.mesh, 1), axis_types=axis_types)
     return PartitionManager(strategy, mesh=mesh, mode=mode)
-
-
-def _keys(init: Any) -> Sequence[Any]:
-    """Return one PRNG key if a function has required arguments, else nothing."""
-    required = [
-        argument
-        # Optional arguments keep their defaults: one of them may be a dtype and not a key.
-        for argument in inspect.signature(init).parameters.values()
-        if argument.default is argument.empty
-        and argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
-    ]
-    return [jax.random.key(0)] * min(len(required), 1)
 
 
 def read_input(text: str) -> tuple[jax.ShapeDtypeStruct, tuple[str | None, ...]]:

@@ -99,7 +99,10 @@ def _fixes(
         yield from [] if rules is None else [str(rules)]
     # What the step makes takes more than the state, so sharding the state further helps little.
     if report.memory.low - state.per_device > state.per_device:
-        yield _smaller(manager)
+        smaller = "a smaller batch, or shorter prompts or caches"
+        if manager.mode in (MODE_TRAIN, None):
+            smaller = "a smaller batch or length, more rematerialization, or a loss in chunks"
+        yield f"reduce the values of the step: {smaller}"
     elif mesh is None:
         yield "shard more, hold less, or use chips with more memory"
 
@@ -134,13 +137,3 @@ def too_large_state(
     fixes = [*([] if rules is None else [str(rules)]), "shard more, or hold less"]
     lines = [f": it takes {needed} of {usable} per device", f"  fix   {fixes[0]}"]
     return "\n".join([*lines, *(f"        {fix}" for fix in fixes[1:])])
-
-
-def _smaller(manager: PartitionManager) -> str:
-    """Return how to make the values of a step smaller, which take more than the state."""
-    if manager.mode not in (MODE_TRAIN, None):
-        return "reduce the values of the step: a smaller batch, or shorter prompts or caches"
-    return (
-        "reduce the values of the step: a smaller batch or length, more rematerialization, or a "
-        "loss in chunks"
-    )

@@ -158,10 +158,13 @@ def _breaches(
 def _breach_lines(breaches: Iterable[Breach]) -> list[str]:
     """Return a line for each group of forbidden collectives that differ only in their tensors."""
     tensors: dict[str, list[str]] = {}
-    for breach in breaches:
-        event = breach[1]
+    for rule, event in breaches:
+        over, source = "+".join(event.mesh_axes), event.source.rpartition("/")[2]
+        sent = event.total_wire_bytes
+        size = "an unknown number of bytes" if sent is None else bytes_text(sent)
+        text = f"forbidden by {rule}: {event.kind} over {over} sends {size} at {source}"
         # A compiled collective does not know the path of a tensor.
-        tensors.setdefault(_breach_text(breach), []).append(getattr(event, "path", ""))
+        tensors.setdefault(text, []).append(getattr(event, "path", ""))
     lines = []
     for text, paths in tensors.items():
         named = [path for path in dict.fromkeys(paths) if path]
@@ -169,14 +172,6 @@ def _breach_lines(breaches: Iterable[Breach]) -> list[str]:
         each = f", {len(paths)} times" if len(paths) > 1 else ""
         lines.append(text + each + (f" ({', '.join(named[:_NAMED])}{more})" if named else ""))
     return lines
-
-
-def _breach_text(breach: Breach) -> str:
-    rule, event = breach
-    over, source = "+".join(event.mesh_axes), event.source.rpartition("/")[2]
-    sent = event.total_wire_bytes
-    size = "an unknown number of bytes" if sent is None else bytes_text(sent)
-    return f"forbidden by {rule}: {event.kind} over {over} sends {size} at {source}"
 
 
 def _lines(

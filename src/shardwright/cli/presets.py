@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
 from shardwright.cli.show import print_json, print_lines, width_of
@@ -72,8 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if action == "list":
         _list(arguments)
+    elif action == "show" and arguments.json:
+        from shardwright.strategy.model import Strategy
+
+        print_json(Strategy.preset(preset).to_data())
     elif action == "show":
-        _show(preset, as_json=arguments.json)
+        print_lines(files.preset_text(preset).rstrip("\n").split("\n"))
     else:
         path = Path(file or f"{preset}.toml")
         path = _copy(preset, path, name=arguments.name, force=arguments.force)
@@ -98,15 +101,11 @@ def _list(arguments: argparse.Namespace) -> None:
             }
         )
         return
-    rows = [
-        ("preset", "mesh", "what"),
-        *((name, _mesh(strategy), _what(name)) for name, strategy in presets),
-    ]
+    rows = [("preset", "mesh", "what")]
+    for name, strategy in presets:
+        mesh = ",".join(f"{axis}:{size}" for axis, size in strategy.mesh.items())
+        rows.append((name, mesh, _what(name)))
     print_lines(table(rows, width=width_of(arguments.width), prose=2))
-
-
-def _mesh(strategy: Any) -> str:
-    return ",".join(f"{axis}:{size}" for axis, size in strategy.mesh.items())
 
 
 def _what(name: str) -> str:
@@ -122,15 +121,6 @@ def _what(name: str) -> str:
     return " ".join(comment).partition(". ")[0].rstrip(".")
 
 
-def _show(name: str, *, as_json: bool) -> None:
-    if as_json:
-        from shardwright.strategy.model import Strategy
-
-        print_json(Strategy.preset(name).to_data())
-    else:
-        print_lines(files.preset_text(name).rstrip("\n").split("\n"))
-
-
 def _copy(preset: str, path: Path, *, name: str | None, force: bool) -> Path:
     """Copy a preset to a file, or into a folder as `PRESET.toml`, and return the path.
 
@@ -142,17 +132,13 @@ def _copy(preset: str, path: Path, *, name: str | None, force: bool) -> Path:
     name = (path.stem if name is None else name).encode(errors="replace").decode()
     # Copy the text of TOML, to keep the comments.
     if path.suffix == ".toml":
-        text = _renamed(files.preset_text(preset), name)
+        # Rendered, because a name may have quotes or backslashes.
+        line = files.render({"name": name}, format="toml").rstrip("\n")
+        text = files.preset_text(preset)
+        # A function, because `sub` would read backslashes in a replacement text.
+        text = re.sub(r"^name = .*$", lambda _: line, text, count=1, flags=re.MULTILINE)
         return files.write_text(path, text, overwrite=force)
     from shardwright.strategy.model import Strategy
 
     data = {**Strategy.preset(preset).to_data(), "name": name}
     return files.write(path, data, overwrite=force)
-
-
-def _renamed(text: str, name: str) -> str:
-    """Return the text of a preset with another name."""
-    # Rendered, because a name may have quotes or backslashes.
-    line = files.render({"name": name}, format="toml").rstrip("\n")
-    # A function, because `sub` would read backslashes in a replacement text.
-    return re.sub(r"^name = .*$", lambda _: line, text, count=1, flags=re.MULTILINE)

@@ -64,14 +64,23 @@ def read_programs(
       StrategyError: The file cannot be read or raises, the function does not take the options, or
         it does not return programs.
     """
+    options = options or {}
+    programs: Mapping[str, Any]
     # A file of tensors is refused later: it is not file.py:function.
     if is_config(model):
-        programs: Mapping[str, Any]
-        programs, lines = read_reference(model, options or {}, devices=devices)
+        programs, lines = read_reference(model, options, devices=devices)
         if notes is not None:
             notes += lines
     else:
-        programs = _call(model, options or {})
+        function = read_function(
+            model,
+            example="model.py:programs",
+            fix="define it; it returns a shardwright.plan.Program, or a dict of them by mode",
+        )
+        check_call(model, function, **options)
+        with user_code(model, locate=True):
+            returned = function(**options)
+        programs = returned if isinstance(returned, Mapping) else {MODES[0]: returned}
     by_mode = {parse_mode(key): program for key, program in programs.items()}
     # `decode` and `__autoregressive__` may be keys of one dict, and are one mode.
     if len(by_mode) < max(1, len(programs)):
@@ -90,19 +99,6 @@ def read_programs(
         fix = f"its modes are {', '.join(map(mode_name, by_mode))}"
         raise StrategyError(f"{model} has no mode {mode_name(key)}", fix=fix)
     return {key: by_mode[key]}
-
-
-def _call(model: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what the function of a file returns, by mode."""
-    function = read_function(
-        model,
-        example="model.py:programs",
-        fix="define it; it returns a shardwright.plan.Program, or a dict of them by mode",
-    )
-    check_call(model, function, **options)
-    with user_code(model, locate=True):
-        returned = function(**options)
-    return returned if isinstance(returned, Mapping) else {MODES[0]: returned}
 
 
 def read_options(arguments: argparse.Namespace) -> dict[str, list[Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import os
 import re
@@ -151,7 +150,9 @@ def run(arguments: argparse.Namespace) -> int:
     progress = ProgressLine()
     reports, errors = _search_all(arguments, topology, groups, variants, progress)
     written = {
-        name: [] if arguments.out is None else _write(report, arguments, name, len(groups) > 1)
+        name: []
+        if arguments.out is None
+        else _write(report.front[: arguments.rows], arguments.out, name if len(groups) > 1 else "")
         for name, report in reports.items()
     }
     verified = {
@@ -166,9 +167,13 @@ def run(arguments: argparse.Namespace) -> int:
         _print_json(reports, written, verified)
     else:
         _print_text(arguments, reports, written, verified, list(dict.fromkeys(notes)))
-        relayout = _relayout(reports, variants)
-        if relayout:
-            print_lines(relayout)
+        # The front is sorted: those that fit first, and then by time.
+        best = [report.front[0] for report in reports.values() if report.front]
+        # Between train and the other modes, the weights move from one candidate to the other.
+        if len(best) == 2:
+            train, serve = best
+            programs = variants[train.variant], variants[serve.variant]
+            print_lines(["", *relayout_lines(train, serve, *programs)])
     for name, problem in errors.items():
         print(f"shardwright: mode {name} was not searched: {problem}", file=sys.stderr)
     # The results of the other groups are printed already; the code says that the answer is
@@ -305,22 +310,6 @@ def _groups(arguments: argparse.Namespace, programs: Mapping[str, Program]) -> d
     return {"+".join(map(mode_name, group)): group for group in (train, others) if group}
 
 
-def _relayout(
-    reports: Mapping[str, SearchReport], variants: Mapping[str, Mapping[str, Program]]
-) -> list[str]:
-    """Return a line on moving the weights between two candidates.
-
-    It goes from the fastest candidate for train to the fastest one for the other modes.
-    """
-    # The front is sorted: those that fit first, and then by time.
-    best = [report.front[0] for report in reports.values() if report.front]
-    if len(best) < 2:
-        return []
-    train, serve = best
-    programs = variants[train.variant], variants[serve.variant]
-    return ["", *relayout_lines(train, serve, *programs)]
-
-
 def _print_json(
     reports: Mapping[str, SearchReport],
     written: Mapping[str, list[str]],
@@ -370,22 +359,12 @@ def _make_folder(name: str) -> None:
         raise StrategyError(f"cannot write in {name!r}", fix="check its permissions")
 
 
-def _write(
-    report: SearchReport, arguments: argparse.Namespace, group: str, several: bool
-) -> list[str]:
-    """Write the candidates of the table as strategy files. Return their names, fastest first."""
-    shown = report.front[: arguments.rows]
-    return [
-        str(candidate.strategy.dump(Path(arguments.out) / name))
-        for name, candidate in _file_names(shown, group if several else "")
-    ]
+def _write(candidates: Sequence[Candidate], folder: str, group: str) -> list[str]:
+    """Write candidates as strategy files, and return the names of the files.
 
-
-def _file_names(candidates: Sequence[Candidate], group: str) -> Iterator[tuple[str, Candidate]]:
-    """Yield a file name for each candidate: its rank, group of modes, strategy, mesh and variant.
-
-    Parts that are empty are left out. The strategy in the file has the same name.
+    A name has the rank, group of modes, strategy, mesh and variant. Empty parts are left out.
     """
+    written = []
     for number, candidate in enumerate(candidates, 1):
         parts = (group, candidate.name, candidate.mesh, candidate.variant)
         # The names of meshes have colons and commas, which not every file system takes.
@@ -393,4 +372,5 @@ def _file_names(candidates: Sequence[Candidate], group: str) -> Iterator[tuple[s
         name = f"{number:02}-{words}"
         # Errors and reports show the name of a strategy, so it must be that of its file.
         strategy = candidate.strategy | type(candidate.strategy)(name=name)
-        yield f"{name}.toml", dataclasses.replace(candidate, strategy=strategy)
+        written.append(str(strategy.dump(Path(folder) / f"{name}.toml")))
+    return written

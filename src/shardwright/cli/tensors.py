@@ -128,7 +128,9 @@ def _problems_of(table: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         hint = did_you_mean(key, _KEYS)
         yield key, f"unknown key {key!r}", hint or f"a tensor has {', '.join(_KEYS)}"
     shape, role, dtype = table.get("shape"), table.get("role"), table.get("dtype")
-    if shape is not None and not _is_shape(shape):
+    # `bool` is a subclass of `int`, so `isinstance` would take `true` for a size.
+    is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if shape is not None and not is_shape:
         fix = "write a list of sizes, such as [4096, 14336]"
         yield "shape", f"{shape!r} is not a shape", fix
     elif shape is not None and has_too_many_elements(shape):
@@ -138,11 +140,6 @@ def _problems_of(table: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "role", f"unknown role {role!r}", f"roles are {', '.join(Role)}"
     if dtype is not None and not is_dtype(dtype):
         yield "dtype", f"unknown dtype {dtype!r}", "write a name such as bfloat16 or float32"
-
-
-def _is_shape(value: Any) -> bool:
-    # `bool` is a subclass of `int`, so `isinstance` would take `true` for a size.
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def _axes(value: Any, path: KeyPath, origin: KeySources, problems: list[Problem]) -> Any:
