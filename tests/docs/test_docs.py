@@ -40,6 +40,7 @@ LONG = {
         "moving",
         "processes",
         "search",
+        "second-step",
         "serving",
         "testing",
         "training",
