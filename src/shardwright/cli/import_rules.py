@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,10 +193,14 @@ def _imported(arguments: argparse.Namespace) -> Imported:
         known = haliax.NAMES if arguments.vocabulary else {}
         # A name that stands for EMPTY is no axis, and needs no rule.
         own = {name: axis for name, axis in known.items() if axis != EMPTY}
+        axes = {name: target for name, target in names.items() if isinstance(target, str)}
+        if roles := [name for name in names if name not in axes]:
+            what = f"levanter has the same names in both roles: --name {roles[0]}=... takes no role"
+            raise StrategyError(what, fix=f"write --name {roles[0]}=AXIS")
         return haliax.levanter.to_strategy(
             arguments.file,
             overrides=dict(map(_override, arguments.overrides)),
-            names={**own, **_without_roles(names)},
+            names={**own, **axes},
             replicated=tuple(own),
             own_axes=arguments.own_axis,
         )
@@ -235,18 +239,6 @@ def _axis_of(target: Any) -> str:
     """Return the axis of a target, which may have a role."""
     axis: str = target if isinstance(target, str) else target[0]
     return axis
-
-
-def _without_roles(names: Mapping[str, Any]) -> dict[str, str]:
-    """Return the axes of names.
-
-    Raises:
-      StrategyError: A name has a role, which a mapping of levanter does not have.
-    """
-    if roles := [name for name, target in names.items() if not isinstance(target, str)]:
-        what = f"levanter has the same names in both roles: --name {roles[0]}=... takes no role"
-        raise StrategyError(what, fix=f"write --name {roles[0]}=AXIS")
-    return dict(names)
 
 
 def _override(text: str) -> tuple[str, Any]:

@@ -156,7 +156,18 @@ def run(arguments: argparse.Namespace) -> int:
         for name, report in reports.items()
     }
     verified = {
-        name: _verify(arguments, report, variants, progress) if arguments.verify else ()
+        name: ()
+        if not arguments.verify
+        else verify_front(
+            report,
+            variants,
+            most=arguments.verify,
+            platform=arguments.compiler,
+            effort=arguments.effort or "low",
+            timeout=arguments.verify_timeout or TIMEOUT,
+            cache=cache_folder(arguments.verify_cache),
+            progress=progress,
+        )
         for name, report in reports.items()
     }
     progress.close()
@@ -252,24 +263,6 @@ def _stoppable(show: ProgressLine) -> Iterator[Callable[[object], bool]]:
     finally:
         if is_main:
             signal.signal(signal.SIGINT, before)
-
-
-def _verify(
-    arguments: argparse.Namespace,
-    report: SearchReport,
-    variants: Mapping[str, Mapping[str, Program]],
-    progress: ProgressLine,
-) -> tuple[VerifiedCandidate, ...]:
-    return verify_front(
-        report,
-        variants,
-        most=arguments.verify,
-        platform=arguments.compiler,
-        effort=arguments.effort or "low",
-        timeout=arguments.verify_timeout or TIMEOUT,
-        cache=cache_folder(arguments.verify_cache),
-        progress=progress,
-    )
 
 
 def _read_variants(

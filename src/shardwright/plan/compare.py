@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from shardwright.errors import StrategyError
@@ -108,22 +107,17 @@ class Comparison:
 
     def totals(self) -> tuple[Total, ...]:
         """Return the bytes per device of each role and mode."""
-        keys = dict.fromkeys((row.role, row.mode) for row in self.rows)
-        return tuple(
-            _total(role, mode, [row for row in self.rows if (row.role, row.mode) == (role, mode)])
-            for role, mode in keys
-        )
-
-
-def _total(role: Role, mode: str, rows: Sequence[Row]) -> Total:
-    counted = [row for row in rows if row.grows is not None]
-    return Total(
-        role=role,
-        mode=mode,
-        before=sum(row.before.bytes or 0 for row in counted),
-        after=sum(row.after.bytes or 0 for row in counted),
-        uncounted=len(rows) - len(counted),
-    )
+        totals = []
+        for role, mode in dict.fromkeys((row.role, row.mode) for row in self.rows):
+            rows = [row for row in self.rows if (row.role, row.mode) == (role, mode)]
+            counted = [row for row in rows if row.grows is not None]
+            before = sum(row.before.bytes or 0 for row in counted)
+            after = sum(row.after.bytes or 0 for row in counted)
+            uncounted = len(rows) - len(counted)
+            totals.append(
+                Total(role=role, mode=mode, before=before, after=after, uncounted=uncounted)
+            )
+        return tuple(totals)
 
 
 def compare(before: PartitionManager, after: PartitionManager, *, tensors: Any) -> Comparison:

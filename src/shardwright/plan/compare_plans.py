@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, Final
 
 from shardwright.errors import StrategyError
@@ -255,7 +255,14 @@ def _traffic(
         dataclasses.replace(event, source=places.get(event.source, event.source))
         for event in _events(left)
     ]
-    totals = [_totals(events) for events in (placed, _events(right))]
+    # The number of runs and the sent bytes, by kind, mesh axes, axes and source line.
+    totals: list[dict[tuple[Kind, tuple[str, ...], tuple[str, ...], str], tuple[int, int]]]
+    totals = [{}, {}]
+    for events, total in zip((placed, _events(right)), totals, strict=True):
+        for event in events:
+            key = (event.kind, event.mesh_axes, event.axes, event.source)
+            runs, sent = total.get(key, (0, 0))
+            total[key] = runs + event.runs, sent + event.total_wire_bytes
     rows = [
         Traffic(
             kind=kind,
@@ -269,18 +276,6 @@ def _traffic(
         for kind, mesh_axes, axes, source in dict.fromkeys((*totals[0], *totals[1]))
     ]
     return sorted(rows, key=lambda row: -abs(row.after[1] - row.before[1]))
-
-
-def _totals(
-    events: Iterable[Event],
-) -> dict[tuple[Kind, tuple[str, ...], tuple[str, ...], str], tuple[int, int]]:
-    """Return the number of runs and the sent bytes, by kind, mesh axes, axes and source line."""
-    totals: dict[tuple[Kind, tuple[str, ...], tuple[str, ...], str], tuple[int, int]] = {}
-    for event in events:
-        key = (event.kind, event.mesh_axes, event.axes, event.source)
-        runs, sent = totals.get(key, (0, 0))
-        totals[key] = runs + event.runs, sent + event.total_wire_bytes
-    return totals
 
 
 def moved_lines(before: SaysByLine, after: SaysByLine) -> dict[str, str]:

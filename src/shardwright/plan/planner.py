@@ -355,20 +355,13 @@ def _counted_arrays(
         # A scalar, such as the step of an optimizer, is replicated without an annotation.
         if source is None and category not in (None, Category.INPUTS) and value.shape:
             bare.setdefault((path[0].idx, category), []).append(array.path)
-    raise_problems([_bare(*key, paths) for key, paths in bare.items()])
+    problems = []
+    for (argument, held), paths in bare.items():
+        count = "an array has" if len(paths) == 1 else f"{len(paths)} arrays have"
+        shown = ", ".join(path or "the argument itself" for path in paths[:_NAMED])
+        more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+        what = f"argument {argument} holds {held}, but {count} neither an annotation nor a sharding"
+        fix = f"{_ANNOTATE.get(held, 'annotate it in specs=')}, or call it inputs in holds="
+        problems.append(Problem(error=StrategyError, what=f"{what}: {shown}{more}", fix=fix))
+    raise_problems(problems)
     return arrays
-
-
-def _bare(argument: int, category: Category, paths: Sequence[str]) -> Problem:
-    """Return the problem of an argument that holds state without annotations."""
-    if len(paths) == 1:
-        arrays = "an array has neither an annotation nor a sharding"
-    else:
-        arrays = f"{len(paths)} arrays have neither an annotation nor a sharding"
-    shown = ", ".join(path or "the argument itself" for path in paths[:_NAMED])
-    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
-    return Problem(
-        error=StrategyError,
-        what=f"argument {argument} holds {category}, but {arrays}: {shown}{more}",
-        fix=f"{_ANNOTATE.get(category, 'annotate it in specs=')}, or call it inputs in holds=",
-    )

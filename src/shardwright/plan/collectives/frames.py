@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # Our own package: `shardwright/`, two folders above this one.
@@ -38,17 +38,16 @@ def source_lines(lines: list[str]) -> dict[str, str]:
         key: str(int(_field(value, "parent_frame_id") or 1) - 1)
         for key, value in tables["StackFrames"].items()
     }
-    frames = {key: _shown_place([places[at] for at in _callers(key, parents)]) for key in places}
-    return {key: place for key, place in frames.items() if place}
-
-
-def _callers(frame: str, parents: Mapping[str, str]) -> Iterator[str]:
-    """Yield a frame, its caller, and so on."""
-    yield frame
-    # XLA writes a caller before its callees. Any other order ends the chain: it may be a circle.
-    while int(parents[frame]) in range(1, int(frame)):
-        frame = parents[frame]
-        yield frame
+    frames = {}
+    for key, place in places.items():
+        frame, callers = key, [place]
+        # XLA writes a caller before its callees. Any other order, maybe a circle, ends the chain.
+        while int(parents[frame]) in range(1, int(frame)):
+            frame = parents[frame]
+            callers.append(places[frame])
+        if shown := _shown_place(callers):
+            frames[key] = shown
+    return frames
 
 
 def _shown_place(places: Sequence[str]) -> str:

@@ -114,7 +114,15 @@ def _rows(array: np.ndarray) -> Groups:
 def _by_axes(match: re.Match[str], text: str) -> Groups:
     """Expand groups that are written by the axes of a mesh of the compiler."""
     sizes = {axis[1] or axis[2]: int(axis[3]) for axis in _MESH_AXIS.finditer(match[1])}
-    positions = _order(match[2], math.prod(sizes.values()), text).reshape(list(sizes.values()))
+    # The device positions in mesh order, from `device_ids`.
+    positions = np.arange(math.prod(sizes.values()))
+    if match[2] is not None:
+        ids = _ORDER.fullmatch(match[2].strip())
+        listed = _iota(_ints(ids[1]), ids[2]).reshape(-1) if ids else np.array(_ints(match[2]))
+        if sorted(listed.tolist()) != positions.tolist():
+            raise _unknown(text)
+        positions = listed
+    positions = positions.reshape(list(sizes.values()))
     # Each axis is cut into (major, member, minor) parts. A whole axis is one member part.
     cuts = {name: [(size, False)] for name, size in sizes.items()}
     taken: list[tuple[str, int]] = []
@@ -143,17 +151,6 @@ def _by_axes(match: re.Match[str], text: str) -> Groups:
     order = [where[key] for key in taken]
     group = math.prod(shape[dim] for dim in order)
     return _rows(positions.reshape(shape).transpose([*rest, *order]).reshape(-1, group))
-
-
-def _order(text: str | None, count: int, whole: str) -> np.ndarray:
-    """Return the device positions in mesh order, from `device_ids`."""
-    if text is None:
-        return np.arange(count)
-    match = _ORDER.fullmatch(text.strip())
-    positions = _iota(_ints(match[1]), match[2]).reshape(-1) if match else np.array(_ints(text))
-    if sorted(positions.tolist()) != list(range(count)):
-        raise _unknown(whole)
-    return positions
 
 
 def _cut(parts: list[tuple[int, bool]], major: int, size: int, text: str) -> list[tuple[int, bool]]:

@@ -185,7 +185,13 @@ def compile_exported(
         "donated": list(exported.donated),
         "specs": exported.specs,
     }
-    file = None if cache is None else cache / f"{_key(exported, request, lines)}.json"
+    file = None
+    if cache is not None:
+        # A result is read again for the same program and target, and the same compiler.
+        names = ("jax", "jaxlib", *(["libtpu"] if request["platform"] == "tpu" else []))
+        versions = {name: importlib.metadata.version(name) for name in names}
+        text = json.dumps([_FORMAT, request, versions, lines, exported.text], sort_keys=True)
+        file = cache / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
     known = None if file is None else _read_result(file)
     result = known or _compile(exported.program, request, target, timeout)
     if file is not None and known is None:
@@ -198,14 +204,6 @@ def compile_exported(
         refused=result.get("refused", ""),
         cached=known is not None,
     )
-
-
-def _key(exported: Exported, request: Mapping[str, Any], lines: Sequence[str]) -> str:
-    """Return a hash of a program, its target, and the versions that compile it."""
-    names = ("jax", "jaxlib", *(["libtpu"] if request["platform"] == "tpu" else []))
-    versions = {name: importlib.metadata.version(name) for name in names}
-    text = json.dumps([_FORMAT, request, versions, lines, exported.text], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_result(file: Path) -> dict[str, Any] | None:

@@ -124,8 +124,12 @@ def _sent(
     if row.equal and planned.keys() == compiled.keys():
         return row
     reasons = [*_known_reasons(row, events, collectives)]
-    if cpu:
-        reasons += _cpu_reasons(planned, compiled, events)
+    scattered = planned[Kind.REDUCE_SCATTER]
+    if cpu and scattered and Kind.REDUCE_SCATTER not in compiled:
+        # An all-reduce sends twice as much as a reduce-scatter, so it adds what was planned.
+        sources = dict.fromkeys(each.source for each in events if each.kind is Kind.REDUCE_SCATTER)
+        what = "reduce-scatters are all-reduces on CPUs, which send twice the bytes"
+        reasons.append(DifferenceCause(what=what, adds=scattered, sources=tuple(sources)))
     explained = dataclasses.replace(row, reasons=tuple(reasons))
     reasons += _last_reasons(explained, events, collectives, cpu)
     unexplained = dataclasses.replace(row, reasons=tuple(reasons)).unexplained
@@ -236,22 +240,6 @@ def _itemsize(dtype: str) -> int | None:
 def _line(collective: Collective) -> str:
     """Return the source line as a plan writes it, without folders."""
     return collective.source.rpartition("/")[2]
-
-
-def _cpu_reasons(
-    planned: Mapping[Kind, int], compiled: Mapping[Kind, int], events: Sequence[Event]
-) -> Iterator[DifferenceCause]:
-    scattered = planned.get(Kind.REDUCE_SCATTER, 0)
-    if scattered and Kind.REDUCE_SCATTER not in compiled:
-        sources = dict.fromkeys(
-            event.source for event in events if event.kind is Kind.REDUCE_SCATTER
-        )
-        # An all-reduce sends twice as much as a reduce-scatter, so it adds what was planned.
-        yield DifferenceCause(
-            what="reduce-scatters are all-reduces on CPUs, which send twice the bytes",
-            adds=scattered,
-            sources=tuple(sources),
-        )
 
 
 def _last_reasons(

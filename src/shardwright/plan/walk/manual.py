@@ -92,8 +92,13 @@ def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[st
         if name in _SUMS and _is_scattered(equation, jaxpr, step):
             kind = Kind.REDUCE_SCATTER
         if kind is not None:
+            mesh_axes = _mesh_axes(equation, step)
+            devices = shards([axis for axis in mesh_axes if axis in ledger.sizes], ledger.sizes)
             for variable in equation.invars:
-                _note(kind, variable.aval, equation, step, location, origins)
+                dtype = variable.aval.dtype
+                size = whole_bytes(variable.aval.size, dtype)
+                size *= devices if kind is Kind.ALL_GATHER else 1
+                ledger.note(kind, mesh_axes, size, location, dtype=str(dtype), origins=origins)
             if parameters.get("axis_index_groups") is not None:
                 ledger.unknown[f"{name} (in groups)"] += 1
         elif name in ("dot_general", "ragged_dot_general"):
@@ -149,29 +154,6 @@ def _mesh_axes(equation: Any, step: PlanStep) -> tuple[str, ...]:
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     # An integer stands for a dim that `vmap` made of an axis: it is on one device.
     return step.ledger.renamed(name for name in names if isinstance(name, str))
-
-
-def _note(
-    kind: Kind,
-    aval: Any,
-    equation: Any,
-    step: PlanStep,
-    location: WalkLocation,
-    origins: dict[str, Origin],
-) -> None:
-    mesh_axes = _mesh_axes(equation, step)
-    local = whole_bytes(aval.size, aval.dtype)
-    gathered = local * shards(
-        [name for name in mesh_axes if name in step.ledger.sizes], step.ledger.sizes
-    )
-    step.ledger.note(
-        kind,
-        mesh_axes,
-        gathered if kind is Kind.ALL_GATHER else local,
-        location,
-        dtype=str(aval.dtype),
-        origins=origins,
-    )
 
 
 def _count(equation: Any, step: PlanStep, location: WalkLocation) -> None:
