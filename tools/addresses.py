@@ -3,7 +3,7 @@
     python tools/addresses.py https://github.com/OWNER/NAME
 
 The address of the repository is the only variable. The site is at the address that GitHub Pages
-gives to it. A second run does nothing.
+gives to it. A run with the same address does nothing, and one with another address is refused.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def write(repository: str, root: pathlib.Path = ROOT) -> None:
       repository: Such as "https://github.com/OWNER/NAME".
       root: The checkout.
     """
-    found = re.fullmatch(r"https://([\w.-]+)/([\w.-]+)/([\w.-]+)", repository)
+    found = re.fullmatch(r"https://github\.com/([\w.-]+)/([\w.-]+)", repository)
     if found is None:
-        raise SystemExit(f"{repository!r} is not https://HOST/OWNER/NAME")
-    _, owner, name = found.groups()
+        raise SystemExit(f"{repository!r} is not https://github.com/OWNER/NAME")
+    owner, name = found.groups()
     site = f"https://{owner.lower()}.github.io/{name}/"
     urls = {
         "Documentation": site,
@@ -42,7 +42,10 @@ def write(repository: str, root: pathlib.Path = ROOT) -> None:
     for file, (before, lines) in added.items():
         path = root / file
         text = path.read_text(encoding="utf-8")
-        if lines not in text:
+        if re.search(r"^(repo_url|\[project\.urls\]|repository-code:)", text, re.MULTILINE):
+            if lines not in text:
+                raise SystemExit(f"{file} has another address: remove it first")
+        else:
             path.write_text(text.replace(f"\n{before}", f"\n{lines}{before}", 1), encoding="utf-8")
 
 

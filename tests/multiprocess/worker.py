@@ -127,7 +127,7 @@ def slices_are_processes_where_dcn_says_so() -> None:
     np.testing.assert_array_equal(owners, np.broadcast_to(np.arange(2), (4, 2)))
     refused(
         lambda: sw.create_mesh("dp:4,tp:2", dcn={"dp": 4}),
-        "dcn puts dp=4 across slices (4), but the devices are in 2 slices",
+        "dcn puts dp=4 across slices (4), but the number of slices is 2",
     )
 
 

@@ -96,6 +96,15 @@ def test_action_compares_a_pull_request_with_its_base(tmp_path: Path, golden: Go
     assert output.read_text() == f"comment={tmp_path}/shardwright-comment.md\n"
     assert (tmp_path / "shardwright-comment.md").read_text() in comment
 
+    # A program that does not fit has a plan, which is compared; then the job fails.
+    small = options | {"OPTIONS": "--strategy mine.toml --mesh fsdp:4 --max-hbm 1KiB"}
+    code, comment = act(folder, BASE=base, **small)
+    assert code == 1, comment
+    assert "### Plan of train" in comment
+    code, comment = act(
+        folder, BASE=base, **options | {"PROGRAM": str(folder / "model.py:programs")}
+    )
+    assert code == 2, comment
     code, comment = act(folder, BASE=empty, **options)
     assert code == 0, comment
     assert "The base has no plan to compare with" in comment
@@ -142,6 +151,8 @@ def test_addresses_have_one_source(tmp_path: Path) -> None:
     assert (tmp_path / "CITATION.cff").read_text().count("repository-code:") == 1
     with pytest.raises(SystemExit, match="is not https"):
         addresses.write("shardwright", tmp_path)
+    with pytest.raises(SystemExit, match="another address"):
+        addresses.write("https://github.com/other/shardwright", tmp_path)
 
 
 def test_versions_agree() -> None:
