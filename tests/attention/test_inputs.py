@@ -42,6 +42,14 @@ BAD: list[tuple[dict[str, Any], Facts]] = [
         {"q": of(2, 6, 4, 8, dtype=jnp.int8)},
         facts("int8", path="q", fix=("float32", "bfloat16")),
     ),
+    (
+        {"q": of(2, 6, 4, 8, dtype=np.float64)},
+        facts("q is float64", path="q", fix=("float32", "cast it")),
+    ),
+    (
+        {"v": of(2, 6, 2, 8, dtype=jnp.int32)},
+        facts("v is int32", path="v", fix=("float32", "cast it")),
+    ),
     ({"k": of(3, 6, 2, 8)}, facts(3, 2, path="k", fix="BTHD")),
     ({"k": of(2, 6, 2, 4)}, facts("head_dim", 4, 8, path="k", fix="BTHD")),
     ({"v": of(2, 5, 2, 8)}, facts(5, 6, path="v", fix="BTHD")),
@@ -168,6 +176,13 @@ BAD: list[tuple[dict[str, Any], Facts]] = [
 def test_bad_argument_is_named(given: dict[str, Any], says: Facts) -> None:
     with raises(sw.AttentionError, says):
         attention.explain(**{"q": Q, "k": K, "v": K, "mode": "train", **given})
+
+
+def test_each_shape_of_positions_is_named_once() -> None:
+    one = of(1, 6, 2, 8)
+    with raises(sw.AttentionError, facts("(6,)", path="positions")) as caught:
+        attention.explain(one, one, one, mode="train", positions=np.arange(5))
+    assert caught.value.what.count("(1, 6)") == 1
 
 
 def test_unknown_mode_suggests_another() -> None:

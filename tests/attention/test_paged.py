@@ -336,7 +336,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "table of one sequence": (
         {"block_tables": np.zeros(COLUMNS, np.int32)},
-        facts("(6,)", path="block_tables", fix="pages_per_sequence"),
+        facts(
+            "(6,)", "(batch, pages_per_sequence)", path="block_tables", fix="(4, pages_per_sequence"
+        ),
+    ),
+    "no pages": (
+        {"block_tables": np.zeros((4, 0), np.int32)},
+        facts("(4, 0)", "(batch, pages_per_sequence)", path="block_tables", fix="integers"),
+    ),
+    "list of pages": ({"block_tables": [[0]]}, facts("(batch, pages", path="block_tables")),
+    "floats for pages": (
+        {"block_tables": np.zeros((4, COLUMNS), np.float32)},
+        facts("float32", path="block_tables", fix="integers"),
     ),
     "no integers": ({"lengths": np.ones(4)}, facts("float64", path="lengths", fix="(4,)")),
     "rank": (

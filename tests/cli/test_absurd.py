@@ -166,7 +166,7 @@ ARGUMENTS = {
     f"KV_HEAD:{DIGITS}*KV_HEAD_DIM:2": "is not AXIS:SIZE",
     f"EMBED --devices {DIGITS}": "is not a positive integer",
     f"EMBED --width {'9' * 30}": "is not a positive integer",
-    f"EMBED --mesh dp:{DIGITS}": "is not an integer",
+    f"EMBED --mesh dp:{DIGITS}": "is too large",
     "EMBED --mesh dp:4611686018427387904,fsdp:2": "the mesh has too many devices",
 }
 

@@ -31,7 +31,7 @@ BAD = {
     "check latin.toml": "latin.toml is not UTF-8",
     "check fsdp --tensors nope.toml": "cannot read 'nope.toml'",
     "check fsdp --mesh dp:x": "size 'x' is not an integer",
-    "check fsdp --mesh dp:99999999999999999999": "is not an integer",
+    "check fsdp --mesh dp:99999999999999999999": "is too large",
     "check fsdp_tp --devices 6": "does not divide the number of devices, 6",
     "check fsdp_tp --devices 0": "'0' is not a positive integer",
     "diff fsdp": "one of the arguments --tensors --model --plan is required",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardwright as sw
-from shardwright.layers import attention_block
+from shardwright.layers import RopeFrequencies, attention_block
 from shardwright.layers.dtypes import Dtypes
 from shardwright.layers.norm import RMS
 from shardwright.layers.placement import RESIDUAL
@@ -156,6 +156,10 @@ def test_bad_input() -> None:
 
     cases: list[tuple[Any, str]] = [
         (lambda: make(embed=16, heads=3), facts("heads", 3, "embed", 16, fix="head_dim")),
+        (
+            lambda: make(embed=4, heads=5, rope_theta=RopeFrequencies(values=(1.0,) * 9)),
+            facts("heads", 5, "embed", 4, count=1),
+        ),
         (lambda: make(embed=16, heads=4, kv_heads=3), facts("kv_heads", 3, "heads", 4)),
         (lambda: make(embed=16, heads=0), facts(0, path="heads", fix="heads")),
         (lambda: make(embed=16, heads=4, dropout=2), facts(2, "[0, 1)", path="dropout")),

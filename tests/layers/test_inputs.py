@@ -161,7 +161,8 @@ def test_keys_are_known(name: str) -> None:
             "keys has the unknown name 'dropuot'; the known names are dropout",
         ),
         (KEY, "keys is a PRNGKeyArray, not a dict"),
-        ({"dropout": 0}, 'keys["dropout"]: it is an int of shape (), not one key'),
+        ({"dropout": 0}, 'keys["dropout"]: it is an int, not one key'),
+        ({"dropout": [[1], [1, 2]]}, 'keys["dropout"]: it is a list, not one key'),
         ({"dropout": jax.random.split(KEY)}, "of shape (2,), not one key"),
     ):
         refused(lambda keys=keys: module.apply(config, params, X, keys=keys), text)

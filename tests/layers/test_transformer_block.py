@@ -303,7 +303,7 @@ def test_bad_input() -> None:
         (lambda: change(layers=0), facts(0, path="layers", fix="layers")),
         (lambda: change(mlp=small), facts("mlp.embed", 8, "attention.embed", 16)),
         (lambda: change(remat="all"), facts("all", path="remat")),
-        (lambda: change(windows=(None,) * 5), facts(5, 4)),
+        (lambda: change(windows=(None,) * 5), facts(5, 4, count=1)),
         (lambda: change(dropout=-1), facts(-1, "[0, 1)", path="dropout")),
         (lambda: stack(PARAMS[:1], X), facts(1, 2, path="params", fix="transformer_block.specs")),
         (lambda: stack(PARAMS, X[0]), facts("(8, 16)", path="x")),

@@ -150,11 +150,25 @@ LONG = {"rope_type": "longrope", **YARN}
     [
         (
             lambda: rope_frequencies(8, scaling={"rope_type": "lama3"}),
-            facts("rope_type", "lama3", path="scaling", fix="llama3"),
+            facts("rope_type", "lama3", path="rope_type", fix="llama3"),
         ),
         (
             lambda: rope_frequencies(8, scaling={"rope_type": "linear"}),
-            facts("factor", path="scaling", fix="config.json"),
+            facts("scaling has no factor", path="scaling", fix="config.json"),
+        ),
+        (
+            lambda: rope_frequencies(8, scaling={"rope_type": "llama3", "factor": 8.0}),
+            facts("scaling has no original_max_position_embeddings", path="scaling"),
+        ),
+        (
+            lambda: rope_frequencies(
+                8, scaling={"rope_type": "yarn", "original_max_position_embeddings": 8}
+            ),
+            facts("scaling has no factor", path="scaling"),
+        ),
+        (
+            lambda: rope_frequencies(4, length=2, scaling={**LONG, "short_factor": None}),
+            facts("scaling has no short_factor", path="scaling", fix="config.json"),
         ),
         (
             lambda: rope_frequencies(8, scaling={"rope_type": "default", "factor": 2.0}),
@@ -170,7 +184,7 @@ LONG = {"rope_type": "longrope", **YARN}
         ),
         (
             lambda: rope_frequencies(8, scaling={"rope_type": ["x"]}),
-            facts("rope_type", "x", path="scaling", fix="llama3"),
+            facts("rope_type", "x", path="rope_type", fix="llama3"),
         ),
         (
             lambda: rope_frequencies(8, scaling={"partial_rotary_factor": "a"}),

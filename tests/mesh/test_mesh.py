@@ -160,8 +160,10 @@ BAD_TEXTS = [
     ("dp:2,tp: -3", facts("tp", -3, snippet="dp:2,tp: -3\n         ^")),
     (
         "tp:4,dp:" + "9" * 5000,
-        facts("dp", "integer"),
+        facts("dp", "[...]", "too large"),
     ),
+    ("dp:" + "9" * 25, facts("dp", "9" * 25, "too large")),
+    ("9" * 25 + ",1,1,1", facts("dp", "9" * 25, "too large")),
     ("dp:2.5", facts("dp", "2.5", snippet="dp:2.5\n   ^")),
     ("dp:2:3", facts("dp", "2:3", snippet="dp:2:3\n   ^")),
     ("dp:", facts("mesh", "axis", "dp", snippet="dp:\n   ^")),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+from typing import Any
 
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -10,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import shardwright as sw
 from shardwright.resolution.rules import TensorRules, parse_rule
 from shardwright.strategy.limits import LONGEST_PATTERN
+from tests.raising import raises
 
 
 def entry(pattern: str) -> TensorRules:
@@ -52,6 +55,13 @@ def test_bad_pattern_is_refused(pattern: str, says: str) -> None:
     assert caught.value.what == says
     assert "tensors.0.match" in caught.value.path
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("pattern", [re.compile("a"), b"a", None])
+def test_only_text_is_a_pattern(pattern: Any) -> None:
+    """The text of a rule is its key in the caches, and the `repr` of a compiled pattern is cut."""
+    with raises(sw.StrategyError, "a" if pattern else "None", fix="text"):
+        entry(pattern)
 
 
 def test_patterns_of_match_paths_are_the_same() -> None:

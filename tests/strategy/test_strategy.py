@@ -72,6 +72,14 @@ def test_load_accepts_text_and_path(tmp_path: Path) -> None:
 def test_invalid_types_are_refused() -> None:
     with raises(sw.StrategyError, 3, path="<toml>", fix="Strategy.load"):
         Strategy.loads(3)  # type: ignore[arg-type]
+    with raises(sw.StrategyError, "text", "version", path="<json>", fix="text"):
+        Strategy.loads(b'{"version": 1}', format="json")  # type: ignore[arg-type]
+    with raises(sw.StrategyError, "<yaml>", "yaml", fix='format="toml"'):
+        Strategy.loads("version: 1", format="yaml")  # type: ignore[arg-type]
+    with raises(sw.StrategyError, "recursion", path="<json>", fix="flatten"):
+        Strategy.loads("[" * 100_000, format="json")
+    with raises(sw.StrategyError, 4300, path="<json>", fix="smaller"):
+        Strategy.loads("9" * 5000, format="json")
     with pytest.raises(TypeError, match="unsupported operand"):
         Strategy() | 3  # type: ignore[operator]
 

@@ -19,7 +19,7 @@ from shardwright.errors import LayerError, ShardingError
 from shardwright.mesh.text import parse_mesh, resolve_sizes
 from shardwright.testing import virtual_devices
 from shardwright.vocabulary.annotations import PartOf
-from shardwright.vocabulary.integers import as_integer, read_integer
+from shardwright.vocabulary.integers import as_integer, quoted, read_integer
 from tests.raising import raises
 
 SPEC = sw.ArraySpec((8, 4), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE))
@@ -105,3 +105,4 @@ def test_long_values_are_cut() -> None:
     with raises(LayerError, "a word", fix="size") as caught:
         read_integer("size", ["a word"] * 1000, error=LayerError)
     assert caught.value.problems[0].error is LayerError
+    assert quoted("x" * 100) == f"'{'x' * 74}[...]"

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from shardwright.errors import LayerError, ShardingError
 from shardwright.layers.norm import NormConfig
 from shardwright.vocabulary import read
 from shardwright.vocabulary.read import array, instance, integer, number, one_of, passes
-from tests.raising import raises
+from tests.raising import facts, raises
 
 ARRAY = array(
     (2, 3), dtype="float32", layout="pass [batch, length]", cast="pass {name}.astype({dtype})"
@@ -125,6 +127,27 @@ def test_numbers_are_compared_as_python_floats(value: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert NormConfig(epsilon=np.float32(1e-6)).epsilon == np.float32(1e-6)
+
+
+@pytest.mark.parametrize("rate", [0, 0.5, np.int64(0), np.float32(0.5), np.float16(0)])
+def test_rates_are_numbers_of_python_and_numpy(rate: Any) -> None:
+    assert read.read_value("rate", rate, read.RATE, error=LayerError) == rate
+
+
+@pytest.mark.parametrize("rate", [1, -0.5, np.nan, False, "0", None, np.zeros(()), np.int64(1)])
+def test_other_rates_are_refused(rate: Any) -> None:
+    with raises(LayerError, "Python number", "[0, 1)", path="rate", fix="0.1") as caught:
+        read.read_value("rate", rate, read.RATE, error=LayerError)
+    assert "compiled" not in caught.value.problems[0].fix
+
+
+def test_an_array_is_no_rate() -> None:
+    """Its value is known, but that of a traced array is not, and the program has the rate in it."""
+    message = facts("Python number", "[0, 1)", path="rate", fix="compiled")
+    with raises(LayerError, message):
+        read.read_value("rate", jnp.float32(0.1), read.RATE, error=LayerError)
+    with raises(LayerError, message):
+        jax.jit(lambda rate: read.read_value("rate", rate, read.RATE, error=LayerError))(0.1)
 
 
 def test_a_subclass_may_add_fields_of_any_kind() -> None:

@@ -72,7 +72,10 @@ def read_sizes(q: Any, k: Any, v: Any, layout: str, *, cast: bool) -> CallSizes:
         dtype = str(given.dtype)
         if name != "q" and dtype in QUANTIZED:
             continue
-        if dtype not in DTYPES or (given.dtype != q.dtype and not cast):
+        if dtype not in DTYPES:
+            fix = f"attention computes in {', '.join(DTYPES)}: cast it"
+            raise AttentionError(f"{name} is {dtype}", path=name, fix=fix)
+        if given.dtype != q.dtype and not cast:
             fix = f"cast q, k and v to one dtype of {', '.join(DTYPES)}"
             raise AttentionError(f"{name} is {dtype}, and q is {q.dtype}", path=name, fix=fix)
     length, head = (1, 2) if layout == "BTHD" else (2, 1)
@@ -206,7 +209,8 @@ def _check_pairs(name: str, pairs: Any, full: tuple[int, ...], dtype: Any, word:
 
 def check_integers(name: str, given: Any, *shapes: tuple[int, ...]) -> None:
     """Raise AttentionError unless an argument is an array of integers of one of the shapes."""
-    read_value(name, given, array(*shapes, dtype=jnp.integer), error=AttentionError)
+    kind = array(*dict.fromkeys(shapes), dtype=jnp.integer)
+    read_value(name, given, kind, error=AttentionError)
 
 
 def check_range(name: str, given: Any, low: int, high: int, fix: str) -> None:

@@ -31,7 +31,6 @@ from shardwright.manager import context
 from shardwright.manager.shards import call_on_shards
 from shardwright.resolution.partition_specs import spec_of
 from shardwright.vocabulary.modes import MODE_DECODE
-from shardwright.vocabulary.read import array, read_value
 
 # Rows of keys per sequence that the loop reads at a time, if a page is not larger.
 _ROWS = 128
@@ -363,10 +362,15 @@ def _read(operands: Operands, entries: _ShardPages) -> Operands:
 
 def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, q: Any, k_pages: Any) -> None:
     batch, (pages, page_size) = q.shape[0], k_pages.shape[:2]
-    columns = (getattr(block_tables, "shape", (batch,))[1:] or (1,))[0] or 1
-    order = "pass [batch, pages_per_sequence]"
-    tables = array((batch, columns), dtype=jnp.integer, layout=order)
-    read_value("block_tables", block_tables, tables, error=AttentionError)
+    shape = getattr(block_tables, "shape", None)
+    if shape is None or len(shape) != 2 or shape[0] != batch or not shape[1]:
+        raise AttentionError(
+            f"block_tables has shape {shape}, not (batch, pages_per_sequence)",
+            path="block_tables",
+            fix=f"pass an array of integers of shape ({batch}, pages_per_sequence)",
+        )
+    check_integers("block_tables", block_tables, shape)
+    columns = shape[1]
     check_integers("lengths", lengths, (batch,))
     most, fix = columns * page_size, "pass at most pages_per_sequence * page_size, or wider tables"
     check_range("lengths", lengths, 0, most, fix)

@@ -147,7 +147,7 @@ class AttentionConfig:
                 f"kv_heads={self.kv_heads} do not divide heads={self.heads}",
                 "pass a divisor of heads: each kv head serves the same number of query heads",
             ),
-            theta_rule("rope_theta", self.rope_theta, self.size),
+            *([theta_rule("rope_theta", self.rope_theta, self.size)] if divides else []),
         )
 
     @property

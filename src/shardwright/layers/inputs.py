@@ -141,7 +141,8 @@ def read_key(name: str, value: Any, *, fix: str) -> jax.Array:
     """
     key = as_key(value)
     if key is None:
-        what = f"it is {with_article(type(value))} of shape {np.shape(value)}, not one key"
+        shape = f" of shape {value.shape}" if hasattr(value, "shape") else ""
+        what = f"it is {with_article(type(value))}{shape}, not one key"
         raise LayerError(what, path=name, fix=fix)
     return key
 

@@ -87,9 +87,15 @@ class _Values:
         return self.left.pop(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.left.pop(key, default)
+        value = self.required(key, default)
         read_value(key, value, _POSITIVE, error=LayerError)
         return float(value)
+
+    def required(self, key: str, default: Any = None) -> Any:
+        if (value := self.left.pop(key, default)) is None:
+            fix = f"write {key} as config.json of the model has it"
+            raise LayerError(f"scaling has no {key}", path="scaling", fix=fix)
+        return value
 
     def factor(self, first: float) -> float:
         """Return how many times longer the context became."""
@@ -152,23 +158,26 @@ def _yarn(f: Any, theta: float, values: _Values) -> _ScaledRope:
 
 def _longrope(f: Any, theta: float, values: _Values) -> _ScaledRope:
     first = values.number(_FIRST)
-    lists = {key: values.pop(key, None) for key in ("short_factor", "long_factor")}
     if values.length is None:
         raise LayerError(
             f"longrope has other frequencies above {first:g} tokens", fix="pass length="
         )
-    name = "long_factor" if values.length > first else "short_factor"
-    if np.shape(lists[name]) != f.shape:
+    other, name = "long_factor", "short_factor"
+    if values.length > first:
+        other, name = name, other
+    values.pop(other, None)
+    factors = values.required(name)
+    if np.shape(factors) != f.shape:
         raise LayerError(
-            f"{name} has shape {np.shape(lists[name])}, and {f.size} points are rotated",
+            f"{name} has shape {np.shape(factors)}, and {f.size} points are rotated",
             path="scaling",
             fix=f"write a list of {f.size} numbers",
         )
-    for each in lists[name]:
+    for each in factors:
         read_value(name, each, _POSITIVE, error=LayerError)
     factor = values.factor(first)
     scale = math.sqrt(1 + math.log(factor) / math.log(first)) if factor > 1 else 1.0
-    return f / np.asarray(lists[name]), values.number("attention_factor", scale)
+    return f / np.asarray(factors), values.number("attention_factor", scale)
 
 
 _TYPES: Final[Mapping[str, Callable[[Any, float, _Values], _ScaledRope]]] = MappingProxyType(

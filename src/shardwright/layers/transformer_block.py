@@ -139,7 +139,7 @@ class TransformerConfig:
             ),
             (not self.mlps, "", "mlp is an empty tuple", "give at least one MlpConfig"),
             (
-                self.scan and self.period > self.layers,
+                self.scan and max(map(len, patterns.values())) <= self.layers < self.period,
                 "scan",
                 f"the patterns repeat after {self.period} of {self.layers} layers: nothing to scan",
                 "pass scan=False",

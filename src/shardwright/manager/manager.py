@@ -279,6 +279,9 @@ class PartitionManager(Manager):
 
         Each axis resolves once per call, from the sizes of the inputs.
 
+        Inside another `shard_map`, the result has derivatives in reverse mode only, and only with
+        respect to its arguments, not to values that `f` closes over.
+
         Args:
           f: Function of local arrays.
           in_axes: One annotation, or a tree of annotations, per positional argument.

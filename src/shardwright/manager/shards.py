@@ -86,7 +86,8 @@ def nested_shard_map(
 
     Its gradient compiles. That of a plain `jax.shard_map` does not: the residuals between its two
     directions vary over the outer axes too, and get shardings that XLA refuses. So the backward
-    pass is a `shard_map` of its own, which runs `f` again. Only reverse mode is supported.
+    pass is a `shard_map` of its own, which runs `f` again. Only reverse mode is supported, and
+    only arguments can be differentiated, not values that `f` closes over.
 
     Args:
       f: Function of trees of local arrays.

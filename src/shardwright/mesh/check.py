@@ -15,6 +15,7 @@ from shardwright.vocabulary.axes import EMPTY
 from shardwright.vocabulary.integers import as_integer, quoted
 
 INFER: Final = -1
+LONGEST_SIZE: Final = 19  # digits; no mesh has more devices
 # Prefix of mesh text: devices keep their order. And prefix of a name: the part that crosses slices.
 CONTIGUOUS: Final = "!"
 DCN: Final = "dcn."
@@ -90,10 +91,10 @@ def part_problems(parts: Sequence[Part], *, text: str, infer: bool) -> list[Prob
 def _size_problems(part: Part, *, text: str, what: str, infer: bool) -> list[Problem]:
     size = as_integer(part.size)
     if size is None:
-        what, fix = (
-            f"{what}: size {quoted(part.size)} is not an integer",
-            "write an integer, such as 4",
-        )
+        digits = part.size.isdecimal() and len(part.size) if isinstance(part.size, str) else 0
+        reason = "is too large" if digits > LONGEST_SIZE else "is not an integer"
+        what = f"{what}: size {quoted(part.size)} {reason}"
+        fix = "write an integer, such as 4"
     elif size < 1:
         what = f"{what}: size {size} is not positive"
         fix = f"give a size of 1 or more{', or -1 for the remaining devices' if infer else ''}"

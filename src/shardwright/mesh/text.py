@@ -13,6 +13,7 @@ from shardwright.mesh.check import (
     CONTIGUOUS,
     DCN,
     INFER,
+    LONGEST_SIZE,
     Part,
     caret,
     dcn_divides,
@@ -24,8 +25,7 @@ from shardwright.mesh.check import (
 from shardwright.vocabulary.integers import read_integer
 
 DEFAULT_MESH_AXES: Final = ("dp", "fsdp", "tp", "sp")
-# No mesh has more devices, and Python refuses to convert text of thousands of digits.
-_INTEGER = re.compile(r"-?[0-9]{1,19}")
+_INTEGER = re.compile(r"-?[0-9]+")
 
 MeshLike = str | Mapping[str, int] | Sequence[int]
 
@@ -212,7 +212,8 @@ def _read_part(word: str, column: int) -> Part:
 
 
 def _read_size(word: str) -> int | str:
-    return int(word) if _INTEGER.fullmatch(word) else word
+    # Python refuses to convert text of thousands of digits.
+    return int(word) if _INTEGER.fullmatch(word) and len(word) <= LONGEST_SIZE else word
 
 
 def _checked(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from shardwright.errors import StrategyError
+from shardwright.vocabulary.integers import quoted
 
 
 def compile_pattern(text: str, *, where: str = "") -> re.Pattern[str]:
@@ -13,12 +14,16 @@ def compile_pattern(text: str, *, where: str = "") -> re.Pattern[str]:
     Raises:
       StrategyError: The text is not a regular expression.
     """
+    # Rules are compared and hashed by their text, and `re.compile` accepts bytes and patterns too.
+    if not isinstance(text, str):
+        what = f"{where}{quoted(text)} is not text"
+        raise StrategyError(what, fix="write a regular expression as text")
     try:
         return re.compile(text)
-    # `re` raises TypeError for what is not text, OverflowError for a repetition such as
-    # a{99999999999}, and RecursionError for groups that are nested thousands deep.
-    except (re.error, TypeError, OverflowError, RecursionError) as error:
+    # `re` raises OverflowError for a repetition such as a{99999999999}, and RecursionError for
+    # groups that are nested thousands deep.
+    except (re.error, OverflowError, RecursionError) as error:
         at = " " * (getattr(error, "pos", 0) or 0)
         what = f"{where}not a regular expression: {getattr(error, 'msg', error)}"
-        fix = "write one as text; see the documentation of Python's re"
+        fix = "see the documentation of Python's re"
         raise StrategyError(what, snippet=f"{text}\n{at}^", fix=fix) from error

@@ -374,7 +374,13 @@ class AxisRules:
         rules alive.
         """
         if not self._fingerprint:
-            digest = hashlib.blake2b(repr(self._values).encode(), digest_size=32).digest()
+            # Tables share rules, and the `repr` of a rule is slow.
+            tables = (*self.activations, *self.params)
+            rules = {id(rule): rule for table in tables for _, rule in table}
+            texts = {key: repr(rule) for key, rule in rules.items()}
+            named = [[(axis, texts[id(rule)]) for axis, rule in table] for table in tables]
+            text = repr((named, self._values[2:]))
+            digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
             object.__setattr__(self, "_fingerprint", digest)
         return self._fingerprint
 

@@ -40,9 +40,8 @@ def read(path: Path) -> Parsed:
     return parse_strategy(text, format=format, source=path.name)
 
 
-def _check_format(format: str, source: str) -> None:
+def _check_format(format: str, source: str, fix: str = "name the file .toml or .json") -> None:
     if format not in ("toml", "json"):
-        fix = 'name the file .toml or .json, or pass format="toml" or "json" with a text'
         raise StrategyError(f"{source}: unknown format {format!r}", fix=fix)
 
 
@@ -100,7 +99,10 @@ def parse_strategy(text: str, *, format: str, source: str) -> Parsed:
 
 def parse(text: str, *, format: str, source: str) -> Parsed:
     """Parse TOML or JSON text into data and the origin of each key."""
-    _check_format(format, source)
+    _check_format(format, source, fix='pass format="toml" or format="json"')
+    if not isinstance(text, str):
+        fix = "pass the text of a file; Strategy.load(path) reads one"
+        raise StrategyError(f"expected text, got {text!r}", path=source, fix=fix)
     try:
         if format == "toml":
             data = tomllib.loads(text)
@@ -122,12 +124,10 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
         if error.pos == 0:
             fix = 'if this is TOML, pass format="toml" to loads, or name the file .toml'
         raise _syntax(text, source, error.msg, error.lineno, error.colno, fix=fix) from error
-    except (TypeError, AttributeError) as error:
-        fix = "pass the text of a file; Strategy.load(path) reads one"
-        raise StrategyError(f"expected text, got {text!r}", path=source, fix=fix) from error
     # Python limits the depth of calls, and integers to 4300 digits.
     except (RecursionError, ValueError) as error:
-        fix = "flatten the file, or write a smaller number"
+        deep = isinstance(error, RecursionError)
+        fix = "flatten the file" if deep else "write a smaller number"
         raise StrategyError(str(error).partition(";")[0], path=source, fix=fix) from error
     if not isinstance(data, dict):
         what, fix = f"expected a table, got {type(data).__name__}", "write { } around the file"

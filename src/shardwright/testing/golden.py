@@ -117,7 +117,7 @@ class Golden:
         __tracebackhide__ = True
         if not text.endswith("\n"):
             text += "\n"
-        now = text.encode(errors="surrogatepass")
+        now = _encoded(text)
         kept = path.read_bytes() if path.exists() else None
         if kept == now:
             return False
@@ -148,8 +148,25 @@ def _shown(path: Path) -> str:
     return str(path)
 
 
+def _encoded(text: str) -> bytes:
+    __tracebackhide__ = True
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        what = (
+            f"the text has {text[error.start]!r} in line {text.count(chr(10), 0, error.start) + 1}"
+        )
+        fix = "escape it: text.encode(errors='backslashreplace').decode()"
+        raise _error(f"{what}, which UTF-8 cannot encode", fix) from None
+
+
 def write(path: Path, text: str) -> None:
-    """Write a file in one step, so that another process reads either the old or the new text."""
+    """Write a file in one step, so that another process reads either the old or the new text.
+
+    Raises:
+      GoldenError: UTF-8 cannot encode the text.
+    """
+    _encoded(text)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(path, text)
 

@@ -76,7 +76,10 @@ def integer_faults(
 
 def quoted(value: Any) -> str:
     """Return a value as a message quotes it, in at most 80 characters."""
-    return textwrap.shorten(repr(value), 80)
+    text = repr(value)
+    shown = textwrap.shorten(text, 80)
+    # `shorten` cuts between words, and leaves nothing of a text whose first word is longer.
+    return f"{text[:75]}[...]" if shown == "[...]" else shown
 
 
 def with_article(cls: type) -> str:

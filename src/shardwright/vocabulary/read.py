@@ -128,14 +128,17 @@ def floating(*, fix: str) -> FieldKind:
     return FieldKind(read)
 
 
+def _read_rate(name: str, value: Any) -> tuple[Any, Faults]:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if is_number and 0 <= value < 1:
+        return value, []
+    compiled = ": the value is compiled into the program" if isinstance(value, jax.Array) else ""
+    what = f"{name}={quoted(value)} is not a Python number in [0, 1)"
+    return value, [(what, f"write 0.1, or 0{compiled}")]
+
+
 # A probability of dropping: below 1, since what stays is divided by `1 - rate`.
-RATE: Final = passes(
-    lambda rate: (
-        isinstance(rate, (int, float, np.floating)) and not isinstance(rate, bool) and 0 <= rate < 1
-    ),
-    "is not in [0, 1)",
-    fix="write 0.1, or 0",
-)
+RATE: Final = FieldKind(_read_rate)
 
 
 def array(*shapes: tuple[int, ...], dtype: Any, layout: str = "", cast: str = "") -> FieldKind:
