@@ -192,7 +192,7 @@ def test_limits_of_lengths() -> None:
         (lambda: masks.window(right=-1), facts("window", -1)),
         (
             lambda: MaskRules(window=4),  # type: ignore[arg-type]
-            facts("window", 4, fix=("1", "0")),
+            facts("window", 4, "None", fix=("1", "0", "None")),
         ),
         (
             lambda: MaskRules(window=(1.5, 0)),  # type: ignore[arg-type]

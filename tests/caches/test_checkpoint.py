@@ -75,14 +75,15 @@ def test_restore_refuses_different_cache(tmp_path: Path) -> None:
         restore(tmp_path / "cache", like=make("quantized"))
     with raises(
         CacheError,
-        facts(16, 32, path="like", fix=("capacity", "16")),
+        facts(16, 32, path="like", fix="create like with capacity=16"),
         facts("report", "ring", path="like", fix="report"),
     ):
         restore(tmp_path / "cache", like=make(capacity=32, overflow="ring"))
     with raises(CacheError, "manager", "mode", path="like"):
         restore(tmp_path / "cache", like=make(), mode="decode")
     save(filled("quantized"), tmp_path / "eight")
-    with raises(CacheError, "int8", "[8, 16, 4, 4]", "float8_e5m2", path="like"):
+    arrays = "create like with the same options of the kind"
+    with raises(CacheError, "int8", "[8, 16, 4, 4]", "float8_e5m2", path="like", fix=arrays):
         restore(tmp_path / "eight", like=make("quantized", stored="float8_e5m2"))
     with raises(IndivisibleError, "dp=3", size=8, fix="dp | -"):
         restore(tmp_path / "cache", manager=manager_of(batch="dp", length="-", mesh="dp:3,tp:1"))

@@ -197,7 +197,7 @@ def test_bad_input() -> None:
         (lambda: stack(STACK_PARAMS, X, None), facts("layers", "cross", path="encoded")),
         (
             lambda: stack([{}], X, ENCODED, config=dataclasses.replace(STACK, cross=None)),
-            facts("layers", "cross", path="encoded", fix="TransformerConfig"),
+            facts("layers", "cross", path="encoded", fix=("cross=", "TransformerConfig")),
         ),
     ]
     for call, message in cases:

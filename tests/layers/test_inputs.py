@@ -185,20 +185,38 @@ def test_keys_of_the_old_kind() -> None:
 SCALING = [{"attention": None, "mlp": None}]
 # Call -> what the error says.
 OPTIONS: list[tuple[Callable[[], Any], str]] = [
-    (lambda: attention(norm="rms"), "norm: 'rms' is a str\n  fix   pass a NormConfig or None"),
+    (
+        lambda: attention(norm="rms"),
+        "norm: 'rms' is a str, not a NormConfig or None\n  fix   pass a NormConfig or None",
+    ),
     (lambda: attention(qk_norm="rms"), "qk_norm: 'rms' is a str"),
-    (lambda: attention(lora=4), "lora: 4 is an int\n  fix   pass a LoraConfig or None"),
-    (lambda: attention(dtypes="bfloat16"), "dtypes: 'bfloat16' is a str\n  fix   pass a Dtypes"),
-    (lambda: attention(bias="no"), "bias: 'no' is a str\n  fix   pass True or False"),
-    (lambda: attention(causal=None), "causal: it is None"),
-    (lambda: attention(init="normal"), "init: 'normal' is a str\n  fix   pass a function or None"),
+    (
+        lambda: attention(lora=4),
+        "lora: 4 is an int, not a LoraConfig or None\n  fix   pass a LoraConfig or None",
+    ),
+    (
+        lambda: attention(dtypes="bfloat16"),
+        "dtypes: 'bfloat16' is a str, not a Dtypes\n  fix   pass a Dtypes",
+    ),
+    (
+        lambda: attention(bias="no"),
+        "bias: 'no' is a str, not True or False\n  fix   pass True or False",
+    ),
+    (lambda: attention(causal=None), "causal: it is None, not True or False"),
+    (
+        lambda: attention(init="normal"),
+        "init: 'normal' is a str, not a function or None\n  fix   pass a function or None",
+    ),
     (lambda: attention(window=7), "window=7 is not a pair of lengths"),
     (lambda: attention(softcap="30"), "softcap='30' is not a finite Python number"),
     (lambda: attention(scale=float("nan")), "scale=nan is not a finite Python number"),
     (lambda: attention(rope_theta=-1), "rope_theta=-1 is not a finite Python number above 0"),
     (lambda: mlp(norm="rms"), "norm: 'rms' is a str"),
     (lambda: mlp(clamp=7.0), "clamp: 7.0 is a float"),
-    (lambda: mlp(dropout_shared=1), "dropout_shared: 1 is an int\n  fix   pass a tuple"),
+    (
+        lambda: mlp(dropout_shared=1),
+        "dropout_shared: 1 is an int, not a tuple\n  fix   pass a tuple",
+    ),
     (lambda: experts(dtypes="bfloat16"), "dtypes: 'bfloat16' is a str"),
     (lambda: experts(normalize="no"), "normalize: 'no' is a str"),
     (lambda: experts(scale="2"), "scale='2' is not a finite Python number"),
@@ -325,6 +343,7 @@ def test_arguments_of_embedding_and_loss() -> None:
         (entropy(z_loss=None), f"z_loss=None {not_a_number}"),
         (entropy(head=None), "head is None, not an array"),
         (entropy(labels=None), "labels is None, not an array"),
+        (entropy(labels=X[..., 0]), "labels are float32"),
         (entropy(x=None), "x is None, not an array"),
         (entropy(ignore=None), "ignore must be an integer"),
         (entropy(tied="no"), "tied: 'no' is a str"),

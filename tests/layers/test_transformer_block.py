@@ -326,7 +326,7 @@ def test_bad_input() -> None:
         (lambda: change(mlp=()), facts("mlp", "tuple", fix="MlpConfig")),
         (
             lambda: change(mlp=(CONFIG.mlp,) * 3),
-            facts(6, 4, path="scan"),
+            facts(6, 4, path="scan", fix="scan=False"),
         ),
         (lambda: change(thetas=(0.0,)), facts("0.0", path="thetas", fix="rope_frequencies")),
         (lambda: change(thetas=[1e4]), facts("10000.0", "list", path="thetas")),

@@ -308,6 +308,7 @@ def test_types_of_state_and_sizes_of_inputs() -> None:
     with pytest.raises(sw.ShardingError) as caught:
         jitted({"p": np.ones((8, 8), np.int32)}, make_batch(7, 8))
     assert [problem.path for problem in caught.value.problems] == ["state p", "input 0 y"]
+    assert "the state that jit_step was given" in caught.value.problems[0].fix
 
 
 def test_arrays_of_another_placement_are_refused() -> None:
@@ -392,7 +393,7 @@ def test_steps_inside_of_a_trace() -> None:
         (lambda s: {**s, "opt": s["opt"][:1]}, "state opt/1", facts("step", path="state opt/1")),
         (lambda s: {**s, "more": 1.0}, "state more", facts("step", path="state more")),
         (lambda s: {**s, "p": {"x": s["p"]}}, "state p", facts("step", "dict", path="state p")),
-        (lambda s: {**s, "none": 1.0}, "state none", facts("step", "NoneType", path="state none")),
+        (lambda s: {**s, "none": 1.0}, "state none", facts("step", "None", path="state none")),
     ],
 )
 def test_changes_of_structure_are_paths(change: Any, path: str, says: Facts) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -230,8 +231,9 @@ def changed_dtype(state: Any, batch: Any) -> Any:
         (lambda state, batch: state, facts("step", "dict", fix="return state, loss")),
         (
             lambda state, batch: (state["params"], None),
-            facts("step", path="state moments", fix="state"),
+            facts("step", path="state moments", fix="containers"),
         ),
+        (lambda state, batch: ({**state, "q": 1}, None), facts(path="state q", fix="containers")),
         (
             changed_dtype,
             facts("float32", "[16,32]", "bfloat16", path="state params/up", fix="new.astype"),
@@ -243,6 +245,23 @@ def test_a_step_that_changes_its_state_is_refused(step: Any, says: Facts) -> Non
     state = make_state(pm)
     with raises(sw.StrategyError, says):
         pm.jit_step(step, state, (sw.BATCH, sw.EMPTY))(state, make_batch())
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("decay",))
+@dataclasses.dataclass
+class Average:
+    value: Any
+    decay: float
+
+
+def test_static_fields_of_the_state_stay() -> None:
+    pm = make_manager()
+    state = {"averages": [Average(pm.shard(jnp.float32(0)), 0.9)]}
+    after = {"averages": [Average(0.0, 0.5)]}
+    with raises(sw.StrategyError, "Average", "static", path="state averages/0", fix="state"):
+        pm.jit_step(lambda state: (after, None), state)(state)
+    with raises(sw.StrategyError, "Average", "static", path="state averages/0", fix="jit_step"):
+        pm.jit_step(lambda state: (state, None), state)(after)
 
 
 def test_arguments_without_shardings_are_refused() -> None:

@@ -20,6 +20,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardwright.errors import MeshSpecError
 from shardwright.mesh.build import (
     abstract_mesh,
     arrange_devices,
@@ -31,7 +32,7 @@ from shardwright.mesh.build import (
 )
 from shardwright.testing import cpu_mesh, virtual_devices
 from tests.mesh.test_mesh import ROOT, Device, ids, refused, sliced, torus
-from tests.raising import Facts, facts
+from tests.raising import Facts, facts, raises
 
 
 def test_one_slice_keeps_the_order_given() -> None:
@@ -218,6 +219,14 @@ def test_create_mesh_places_arrays(spec: Any) -> None:
     np.testing.assert_array_equal(
         jax.jit(lambda x: x.sum(0))(x), np.arange(32.0).reshape(8, 4).sum(0)
     )
+
+
+def test_devices_are_arranged_along_32_axes() -> None:
+    sizes = {f"a{at}": 1 for at in range(33)}
+    with raises(MeshSpecError, 33, 32, fix="size 1"):
+        create_mesh(sizes)
+    del sizes["a0"]
+    assert create_mesh(sizes).size == 1
 
 
 def test_create_mesh_takes_a_subset_in_its_order() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.resolution.decisions import Outcome
+from shardwright.resolution.rules import parse_rule
 from shardwright.vocabulary.annotations import PartOf
 from shardwright.vocabulary.lowering import describe, lower
 from tests.raising import Facts, facts, raises
@@ -257,6 +258,11 @@ def test_zero1_that_no_dim_fits() -> None:
             "parameter"
         ),
     ]
+
+
+def test_zero1_is_not_left_to_the_compiler() -> None:
+    with raises(sw.StrategyError, "zero1", '"dp | ?"', "activations", path="zero1", fix='"-"'):
+        sw.Policy(zero1=parse_rule("dp | ?"))
 
 
 def test_zero1_needs_sizes() -> None:

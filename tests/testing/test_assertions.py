@@ -167,12 +167,15 @@ def test_invalid_comparisons() -> None:
         assert_spec(x, sw.BATCH, sw.EMBED)
     with raises(StrategyError, "tp", "mesh", fix="NamedSharding"):
         assert_sharding(np.zeros(4), P("tp"))
-    with raises(StrategyError, "shardings", "tuple", fix="structure"):
+    with raises(StrategyError, "shardings", "tuple", path="x", fix="structure"):
         assert_sharding({"x": x}, {"x": (sw.BATCH, sw.EMBED)})
     with raises(StrategyError, "tuple"):
         assert_sharding([{"x": x}], ({"x": P()},))
-    with raises(StrategyError, "upp", "up", "down", fix="structure"):
+    places = [facts("shardings", path=f"mlp/{name}", count=3) for name in ("up", "upp", "down")]
+    with raises(StrategyError, *places):
         assert_sharding({"mlp": {"up": x, "down": x}}, {"mlp": {"upp": P()}})
+    with raises(StrategyError, "dict", "array", path="a", fix="structure"):
+        assert_sharding({"a": x}, {"a": {"c": P("tp")}})
     says = facts("mesh", "axis", "fdsp", path="a", dim=0, fix="fsdp")
     with raises(MissingMeshAxisError, says):
         assert_sharding({"a": x}, {"a": P("fdsp")})

@@ -58,9 +58,9 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("order", None, "order=None is unknown", "write one of rows, columns"),
     ("order", [], "order=[] is unknown", "write one of rows, columns"),
     ("mode", "slow", "mode='slow' is unknown", "write one of fast"),
-    ("causal", 1, "1 is an int", "pass True or False"),
-    ("names", ["a"], "['a'] is a list", "pass a tuple"),
-    ("init", 3, "3 is an int", "pass a function or None"),
+    ("causal", 1, "1 is an int, not True or False", "pass True or False"),
+    ("names", ["a"], "['a'] is a list, not a tuple", "pass a tuple"),
+    ("init", 3, "3 is an int, not a function or None", "pass a function or None"),
 ]
 
 

@@ -153,11 +153,14 @@ def check_scale(name: str, scale: Any, dims: tuple[int, ...], *, of: str, dtype:
     Raises:
       AttentionError: The scale is missing, superfluous, or has a wrong dtype or shape.
     """
-    if (scale is not None) != (str(dtype) in QUANTIZED):
-        what = f"{of} is {dtype}, and {name} is {'missing' if scale is None else 'given'}"
-        fix = f"pass scales with {', '.join(QUANTIZED)} and only then: float32 of shape {dims}"
-        raise AttentionError(what, path=name, fix=fix)
+    if scale is None and str(dtype) in QUANTIZED:
+        fix = f"pass {name}, float32 of shape {dims}"
+        raise AttentionError(f"{of} is {dtype}, and {name} is missing", path=name, fix=fix)
     if scale is not None:
+        if str(dtype) not in QUANTIZED:
+            fix = f"leave {name} out, or quantize {of} to {' or '.join(QUANTIZED)}"
+            what = f"{of} is {dtype}, and only quantized arrays have a scale"
+            raise AttentionError(what, path=name, fix=fix)
         read_value(name, scale, array(dims, dtype="float32"), error=AttentionError)
 
 

@@ -97,9 +97,9 @@ def _read_window(window: Any) -> Window:
     ]
     if bad:
         raise AttentionError(
-            f"window={window!r} is not a pair of lengths from 0 to 2**30 - 1",
-            fix="pass (left, right): (w - 1, 0) is the query's own token and w - 1 before it, "
-            "(w, w) is w on each side, None means no bound",
+            f"window={window!r} is not a pair of lengths, each from 0 to 2**30 - 1 or None",
+            fix="pass (left, right), with None for no bound: (w - 1, 0) is the query's own token "
+            "and w - 1 before it, (w, w) is w on each side",
         )
     left, right = read
     return left, right

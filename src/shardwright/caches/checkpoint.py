@@ -223,10 +223,12 @@ def _check_like(
         )
     # The mode only decides the sharding, and that is to be that of `like`.
     names = [each.name for each in dataclasses.fields(CacheSpec) if each.name != "mode"]
-    pairs = [(name, getattr(spec, name), getattr(like.spec, name)) for name in names]
+    rows = [(name, getattr(spec, name), getattr(like.spec, name)) for name in names]
+    fix = "create like with {}={}"
     if spec == dataclasses.replace(like.spec, mode=spec.mode):
         # Options of the kind, such as `page_size`, show in the arrays alone.
-        pairs = [
+        fix = "create like with the same options of the kind"
+        rows = [
             (name, f"{x.dtype}{list(x.shape)}", f"{own.dtype}{list(own.shape)}")
             for name, own in _arrays(like).items()
             for x in (shapes[name],)
@@ -238,9 +240,9 @@ def _check_like(
                 saved != own,
                 "like",
                 f"{name} was saved as {_text(saved)}, and like has {_text(own)}",
-                f"create like with {name}={_text(saved)}, and the same options of the kind",
+                fix.format(name, _text(saved)),
             )
-            for name, saved, own in pairs
+            for name, saved, own in rows
         ),
     )
     if any(getattr(x, "sharding", None) is None for x in _arrays(like).values()):

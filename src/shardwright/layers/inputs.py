@@ -168,7 +168,7 @@ def read_array(name: str, value: Any, dims: str, *, integers: bool = False) -> j
     if array.ndim != 1 + dims.count(","):
         raise RankMismatchError(f"{name} has shape {array.shape}", path=name, fix=f"pass {dims}")
     if integers and not jnp.issubdtype(array.dtype, jnp.integer):
-        raise LayerError(f"{name} has {array.dtype}", path=name, fix="pass integers")
+        raise LayerError(f"{name} are {array.dtype}", path=name, fix="pass integers")
     return array
 
 

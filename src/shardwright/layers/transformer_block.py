@@ -141,8 +141,8 @@ class TransformerConfig:
             (
                 self.scan and max(map(len, patterns.values())) <= self.layers < self.period,
                 "scan",
-                f"the patterns repeat after {self.period} of {self.layers} layers: nothing to scan",
-                "pass scan=False",
+                f"one repeat of the patterns is {self.period} layers, and layers={self.layers}",
+                "pass scan=False, or give more layers",
             ),
         )
 
@@ -603,15 +603,16 @@ def _check_trees(specs: Sequence[Any], params: Any, path: str | None) -> None:
 
 def _check_encoded(config: TransformerConfig, encoded: Any, segment_ids: Any) -> None:
     """Check that the output of an encoder is given if, and only if, the layers read one."""
-    wants, is_given = config.cross is not None, encoded is not None
-    if wants != is_given or (segment_ids is not None and not wants):
-        raise LayerError(
-            f"encoded is {'given' if is_given else 'missing'}, and the layers have "
-            f"{'' if wants else 'no '}cross-attention",
-            path="encoded",
-            fix="TransformerConfig(cross=AttentionConfig(causal=False, rope_theta=None, ...)) "
-            "needs the output of an encoder, [batch, encoded length, embed]",
-        )
+    if config.cross is not None and encoded is None:
+        what = "it is missing, and the layers have cross-attention, which reads it"
+        fix = "pass the output of an encoder, [batch, encoded length, embed]"
+        raise LayerError(what, path="encoded", fix=fix)
+    for name, value in (("encoded", encoded), ("encoded_segment_ids", segment_ids)):
+        if config.cross is None and value is not None:
+            fix = "add cross=AttentionConfig(causal=False, rope_theta=None, ...) to "
+            fix += f"TransformerConfig, or leave {name} out"
+            what = "the layers have no cross-attention to read it"
+            raise LayerError(what, path=name, fix=fix)
 
 
 def check_moe_states(config: TransformerConfig, moe_states: Any) -> None:

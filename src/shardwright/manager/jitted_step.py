@@ -21,7 +21,7 @@ from shardwright.errors import (
     raise_problems,
 )
 from shardwright.resolution.partition_specs import spec_text
-from shardwright.trees.paths import path_text
+from shardwright.trees.paths import path_text, structure_differences
 from shardwright.vocabulary.annotations import is_annotation
 
 
@@ -68,18 +68,9 @@ class Argument:
           passed: Who has the value's structure, such as "it returns".
           fix: How to fix it.
         """
-        try:
-            self.structure.flatten_up_to(value)
-        except ValueError:
-            pass
-        else:
-            return []
-        # Shardings cannot stand for the leaves, because None would be an empty node.
-        tree = jax.tree.unflatten(self.structure, [object()] * len(self.leaves))
-        other = ((), f"a {type(value).__name__}", "one with other static fields")
         return [
             self.problem(path, f"{given} {old}, and {passed} {new}", fix)
-            for path, old, new in list(_differences(tree, value)) or [other]
+            for path, old, new in structure_differences(self.structure, value)
         ]
 
     def type_problems(
@@ -234,14 +225,13 @@ class JittedStep:
         if key in self._known:
             return
         who = ("jit_step was given", "the call passes")
+        passing = "pass the {} that jit_step was given, or call jit_step with this one"
         problems = []
         for argument, value in zip(self._arguments, arguments, strict=True):
-            fix = (
-                f"pass the {argument.name} that jit_step was given, or call jit_step with this one"
-            )
-            problems += argument.structure_problems(value, *who, fix)
+            problems += argument.structure_problems(value, *who, passing.format(argument.name))
         raise_problems(problems)
         state_argument, *inputs = self._arguments
+        fix = passing.format(state_argument.name)
         problems = state_argument.type_problems(state_argument.leaves, arguments[0], *who, fix)
         for argument, value in zip(inputs, arguments[1:], strict=True):
             problems += argument.size_problems(value, self._check)
@@ -332,10 +322,11 @@ def checked_state(argument: Argument, before: Any, after: Any) -> Any:
       StrategyError: It has other structure, shapes or dtypes than the state that the step takes.
     """
     who = ("the step takes", "it returns")
-    fix = "return the state with the structure, shapes and dtypes that it has, "
-    fix += "for instance new.astype(old.dtype)"
+    fix = "return every part of the state, in the same containers"
     raise_problems(argument.structure_problems(after, *who, fix))
     leaves = jax.tree.leaves(before)
+    fix = "return the state with the shapes and dtypes that it has, "
+    fix += "for instance new.astype(old.dtype)"
     raise_problems(argument.type_problems(leaves, after, *who, fix))
     raise_problems(
         [
@@ -350,33 +341,6 @@ def checked_state(argument: Argument, before: Any, after: Any) -> Any:
         ]
     )
     return jax.tree.map(_typed_like, before, after)
-
-
-def _differences(tree: Any, value: Any, path: tuple[Any, ...] = ()) -> Iterator[Any]:
-    """Yield the path of each place where a value lacks the nodes of a tree, and what both have."""
-    old, new = _children(tree), _children(value)
-    if old is None:  # a leaf stands for any value
-        return
-    if new is None or type(tree) is not type(value):
-        found = "an array" if new is None else f"a {type(value).__name__}"
-        yield path, f"a {type(tree).__name__}", found
-        return
-    for key in dict.fromkeys((*old, *new)):
-        if key not in new:
-            yield (*path, key), "this", "nothing here"
-        elif key not in old:
-            yield (*path, key), "nothing here", "this"
-        else:
-            yield from _differences(old[key], new[key], (*path, key))
-
-
-def _children(node: Any) -> dict[Any, Any] | None:
-    """Return the children of a node of a tree by their keys. None for a leaf."""
-    # `is_leaf` stops below the node itself, so this flattens a single level.
-    children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    if any(not path for path, _ in children):
-        return None
-    return {path[0]: child for path, child in children}
 
 
 def _typed_like(old: Any, new: Any) -> Any:

@@ -263,10 +263,15 @@ def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
     slowest: `dp:4` with `dcn.dp:2` has dp 0 and 1 in the first slice.
 
     Raises:
-      MeshSpecError: The number of devices is not the product of the sizes, a device occurs twice,
-        or the devices are of several platforms. Or the slices differ in size, do not match
-        `spec.dcn`, or cannot split a pipeline or data axis. Or the torus cannot form the mesh.
+      MeshSpecError: There are more than 32 axes. The number of devices is not the product of the
+        sizes, a device occurs twice, or the devices are of several platforms. Or the slices differ
+        in size, do not match `spec.dcn`, or cannot split a pipeline or data axis. Or the torus
+        cannot form the mesh.
     """
+    # JAX cannot read an array of devices of more dims. An abstract mesh has no such array.
+    if (count := len(spec.names)) > 32:
+        what = f"the mesh has {count} axes, and devices can be arranged along at most 32"
+        raise MeshSpecError(what, fix="leave out axes of size 1")
     _check_devices(spec, devices)
     slices = _slices(spec, devices)
     dcn = _dcn(spec, slices)

@@ -30,8 +30,9 @@ from shardwright.vocabulary.axes import (
     Role,
     file_name,
 )
+from shardwright.vocabulary.integers import quoted
 from shardwright.vocabulary.modes import MODE_NAMES, MODES, parse_mode
-from shardwright.vocabulary.read import choice, passes, read_fields
+from shardwright.vocabulary.read import Faults, FieldKind, choice, passes, read_fields
 
 
 class Fallback(enum.StrEnum):
@@ -138,13 +139,16 @@ _MESH_AXES: Final = passes(
     "is not a tuple of different mesh axes",
     fix='write each name by itself, ("fsdp", "sp"), or () for no mesh axes',
 )
-_STATE_RULE: Final = passes(
-    lambda value: (
-        value is None or (isinstance(value, Rule) and value.fallback is not Fallback.UNCONSTRAINED)
-    ),
-    'is neither a Rule that ends in mesh axes or "-", nor None',
-    fix='write shardwright.resolution.rules.parse_rule("dp | -"), or None for no mesh axes',
-)
+
+
+def _read_state_rule(name: str, value: Any) -> tuple[Any, Faults]:
+    if value is not None and not isinstance(value, Rule):
+        fix = 'write shardwright.resolution.rules.parse_rule("dp | -"), or None for no mesh axes'
+        return value, [(f"{name}={quoted(value)} is not a Rule", fix)]
+    if value is not None and value.fallback is Fallback.UNCONSTRAINED:
+        what = f'{name} is "{value.ref.text}", and "?" is for activations only: '
+        return value, [(what + "optimizer state needs a sharding", 'end the rule in "-"')]
+    return value, []
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +184,7 @@ class Policy:
     gather: Annotated[tuple[str, ...], _MESH_AXES] = ()
     missing: Annotated[Missing, choice(Missing)] = Missing.SKIP
     rank: Annotated[Rank, choice(Rank)] = Rank.ERROR
-    zero1: Annotated[Rule | None, _STATE_RULE] = None
+    zero1: Annotated[Rule | None, FieldKind(_read_state_rule)] = None
     idle: Annotated[tuple[str, ...], _MESH_AXES] = ()
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ from shardwright.resolution.partition_specs import entry_names, spec_text
 from shardwright.resolution.rules import build_rules
 from shardwright.show.tables import table
 from shardwright.trees.annotated import annotated_leaves
-from shardwright.trees.paths import path_text
+from shardwright.trees.paths import path_text, structure_differences
 from shardwright.vocabulary.annotations import is_annotation, tree_of_annotations
 from shardwright.vocabulary.axes import EMPTY
 from shardwright.vocabulary.units import bytes_text
@@ -65,14 +65,19 @@ def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
     shardings, structure = jax.tree.flatten(
         expected, is_leaf=lambda value: isinstance(value, (Sharding, PartitionSpec))
     )
-    try:
-        parts = structure.flatten_up_to(x)  # type: ignore[attr-defined]
-    except ValueError as error:
-        what = "the tree of expected shardings does not fit the tree: "
-        # JAX ends with the whole value.
-        what += str(error).partition("; dict:")[0].partition(" Array(")[0].splitlines()[0]
-        fix = "pass a tree of the same structure, or one sharding for a whole subtree"
-        raise StrategyError(what, fix=fix) from error
+    fix = "pass a tree of the same structure, or one sharding for a whole subtree"
+    raise_problems(
+        [
+            Problem(
+                error=StrategyError,
+                what=f"the expected shardings have {old}, and the tree has {new}",
+                path=path_text(path),
+                fix=fix,
+            )
+            for path, old, new in structure_differences(structure, x)
+        ]
+    )
+    parts = structure.flatten_up_to(x)  # type: ignore[attr-defined]
     # One entry of `expected` for each leaf that it covers.
     each = [
         sharding

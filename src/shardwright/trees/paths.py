@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.resolution.patterns import compile_pattern
 from shardwright.vocabulary.annotations import ArraySpec, as_annotation
+from shardwright.vocabulary.integers import with_article
 from shardwright.vocabulary.layouts import Replicated
 
 
@@ -116,3 +117,49 @@ def compile_rule(at: int, pattern: str, annotation: Any) -> tuple[re.Pattern[str
       StrategyError: The pattern or the annotation is invalid.
     """
     return compile_pattern(pattern, where=f"rule {at}: "), as_annotation(annotation)
+
+
+def structure_differences(structure: Any, value: Any) -> list[tuple[Any, str, str]]:
+    """Return where a value lacks the nodes of a structure. A leaf stands for any subtree.
+
+    Returns:
+      For each place its key path, what the structure has there, and what the value has there.
+    """
+    try:
+        structure.flatten_up_to(value)
+    except ValueError:
+        # None cannot stand for the leaves, because it is an empty node.
+        tree = jax.tree.unflatten(structure, [object()] * structure.num_leaves)
+        return list(_differences(tree, value, ()))
+    return []
+
+
+def _differences(tree: Any, value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, str, str]]:
+    old, old_node = _children(tree)
+    new, new_node = _children(value)
+    if old is None:
+        return
+    if new is None or type(tree) is not type(value):
+        found = "an array" if new is None else with_article(type(value))
+        yield path, with_article(type(tree)), found
+        return
+    if old.keys() == new.keys() and old_node != new_node:
+        yield path, with_article(type(tree)), "one with other static fields"
+    for key in dict.fromkeys((*old, *new)):
+        if key not in new:
+            yield (*path, key), "a value here", "no value"
+        elif key not in old:
+            yield (*path, key), "no value here", "one"
+        else:
+            yield from _differences(old[key], new[key], (*path, key))
+
+
+def _children(node: Any) -> tuple[dict[Any, Any] | None, Any]:
+    """Return the children of a node by their keys, None for a leaf, and its own structure."""
+    # `is_leaf` stops below the node itself, so this flattens a single level.
+    children, structure = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda x: x is not node
+    )
+    if any(not path for path, _ in children):
+        return None, structure
+    return {path[0]: child for path, child in children}, structure

@@ -54,7 +54,8 @@ def instance(*classes: Any, fix: str = "") -> FieldKind:
         if isinstance(value, classes):
             return value, []
         shown = "it" if value is None or hasattr(value, "shape") else quoted(value)
-        return value, [(f"{shown} is {with_article(type(value))}", fix or f"pass {words}")]
+        what = f"{shown} is {with_article(type(value))}, not {words}"
+        return value, [(what, fix or f"pass {words}")]
 
     return FieldKind(read)
 
