@@ -377,6 +377,28 @@ def is_sharding_type_error(error: BaseException) -> bool:
     return type(error).__name__ == "ShardingTypeError"
 
 
+# What JAX says of shardings in errors of other classes. Unequal types of carries and branches are
+# about shardings if JAX names no other difference.
+_ABOUT_SHARDINGS = re.compile(
+    r"shardings?\b|shard_map|\bmesh\b|\bspecs?\b|\[[^]]*@(?!.*so the )", re.DOTALL
+)
+
+
+def refuses_shardings(error: Exception) -> bool:
+    """Tell whether JAX refused shardings on a mesh with Explicit axes.
+
+    All other errors are faults that the program has on any mesh.
+
+    Args:
+      error: An error whose traceback has JAX's own frames, since it was caught inside a trace.
+    """
+    if is_sharding_type_error(error):
+        return True
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    in_jax = innermost.f_code.co_filename.startswith(_NOT_THE_MODEL[0])
+    return in_jax and isinstance(error, refusals()) and bool(_ABOUT_SHARDINGS.search(str(error)))
+
+
 def refusals() -> tuple[type[Exception], ...]:
     """Return the errors by which JAX refuses a program on a mesh with Explicit axes."""
     from jax._src import core

@@ -213,6 +213,75 @@ def test_type_of_result_decides_what_is_sent(sizes: str, w: P, out: P, kind: str
     assert planned == compiled_bytes(pm, run, given)
 
 
+def mean_of_rows(table: Any, tokens: Any) -> Any:
+    """The gradient of an embedding, whose cotangent is a constant that is sharded by its type."""
+    return jax.grad(lambda t: t.at[tokens].get(out_sharding=P("dp", None, None)).mean())(table)
+
+
+def mean_of_head(w: Any, x: Any) -> Any:
+    """The gradient of a critic's head, the same."""
+    return jax.grad(lambda w: jnp.einsum("be,em->bm", x, w, out_sharding=P("dp", None)).mean())(w)
+
+
+def count(x: Any, tokens: Any) -> Any:
+    """A count of tokens: constants are added to zeros."""
+    return jnp.zeros(64).at[tokens].add(1.0, out_sharding=P())
+
+
+def loop_over(w: Any, x: Any) -> Any:
+    """A loop that adds partial sums in each run."""
+
+    def layer(x: Any, _: Any) -> Any:
+        return jnp.tanh(jnp.einsum("be,em->bm", x, w, out_sharding=P("dp", "tp"))), None
+
+    return jax.lax.scan(layer, x, None, length=3)[0]
+
+
+def gathered_weight(w: Any, x: Any) -> Any:
+    """A matmul whose result is whole over the mesh axis of the weight."""
+    return jnp.einsum("be,em->bm", x, w, out_sharding=P("dp", None))
+
+
+def replicated_look_up(table: Any, rows: Any) -> Any:
+    """A look-up whose result is sharded as the table is, and its indices are not."""
+    return jnp.tanh(table.at[rows].get(out_sharding=P("dp", "tp")))
+
+
+# A program, its two arguments, and the kinds of what it sends.
+SMALL: dict[str, tuple[Callable[..., Any], Array, Array, list[str]]] = {
+    "rows": (mean_of_rows, ((128, 64), P("tp", None)), ((16, 8), P("dp", None)), ["all_reduce"]),
+    "head": (mean_of_head, ((64, 64), P()), ((16, 64), P("dp", None)), ["all_reduce"]),
+    "count": (count, ((256,), P("dp")), ((256,), P("dp")), ["all_reduce"]),
+    "loop": (loop_over, ((64, 64), P("tp", None)), ((16, 64), P("dp", "tp")), ["all_reduce"]),
+    "weight": (
+        gathered_weight,
+        ((64, 256), P(None, "tp")),
+        ((16, 64), P("dp", None)),
+        ["all_gather"],
+    ),
+    "look-up": (replicated_look_up, ((16, 64), P("dp", "tp")), ((16,), P()), ["all_gather"]),
+}
+
+
+@pytest.mark.full(but=["rows", "loop"])
+@pytest.mark.parametrize("case", list(SMALL))
+def test_types_decide_over_constants_loops_and_weights(case: str) -> None:
+    run, *arrays, kinds = SMALL[case]
+    mesh = cpu_mesh("dp:2,tp:4", axis_types="explicit")
+    pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=mesh)
+    looks_up = case in ("rows", "count", "look-up")
+    given = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for (shape, spec), dtype in zip(
+            arrays, (jnp.float32, jnp.int32 if looks_up else jnp.float32), strict=True
+        )
+    ]
+    report = pm.plan(run, *given)
+    assert report.walked.complete
+    assert [each for each, _ in planned_bytes(report)] == kinds
+    assert planned_bytes(report) == compiled_bytes(pm, run, given)
+
+
 HIDDEN = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
 INSIDE = (sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)
 SPECS = {
@@ -260,6 +329,52 @@ def test_refused_program_names_line_and_fix() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=mesh)
     with raises(ProgramError, "Contracting dimensions", "test_explicit.py:", fix="sw.einsum"):
         pm.plan(contracted, *SHAPES, specs=(SPECS, HIDDEN))
+
+
+def asserts(x: Any) -> Any:
+    assert x.shape[0] == 3, "three rows"
+    return x
+
+
+def raises_a_mode(x: Any) -> Any:
+    raise NotImplementedError("this sharding is not written yet")
+
+
+FAULTS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "assert": (asserts, AssertionError, "three rows"),
+    "own": (raises_a_mode, NotImplementedError, "not written yet"),
+    "sizes": (lambda x: x @ x, TypeError, "contracting dimensions"),
+    "dtypes": (
+        lambda x: jax.lax.scan(lambda c, _: (c.astype(jnp.int32), None), x, length=2),
+        TypeError,
+        "dtypes do not match",
+    ),
+    "carry": (
+        lambda x: jax.lax.scan(lambda c, _: (jax.reshard(c, P()), None), x, length=2),
+        ProgramError,
+        "on a mesh with Explicit axes: scan body",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_only_errors_about_shardings_are_refusals(fault: str) -> None:
+    run, error, text = FAULTS[fault]
+    mesh = sw.abstract_mesh("dp:2,tp:4", axis_types="explicit")
+    pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=mesh)
+    x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=NamedSharding(mesh, P("dp", "tp")))
+    with pytest.raises(error, match=text) as caught:
+        pm.plan(run, x)
+    assert type(caught.value) is error
+
+
+def test_search_raises_own_fault_of_program() -> None:
+    strategy = sw.Strategy.preset("tensor") | sw.Strategy.model_validate(
+        {"mesh": {"dp": -1, "tp": 1}, "axis_types": "explicit"}
+    )
+    program = Program(lambda weights, x: asserts(x), SHAPES, (SPECS, HIDDEN))
+    with pytest.raises(AssertionError, match="three rows"):
+        search(program, {"tensor": strategy}, topology="v5e:2x4")
 
 
 def test_search_traces_each_explicit_candidate_once() -> None:

@@ -224,23 +224,25 @@ def trace(
 
     def traced_once(*arguments: Any) -> Any:
         # A new function for each call: when it is freed, JAX frees its trace too.
-        return function(*arguments)
+        try:
+            return function(*arguments)
+        except Exception as error:
+            # `jit` removes JAX's frames from the traceback, and they tell who raised the error.
+            if not typed or not _jax.refuses_shardings(error):
+                raise
+            reason = " ".join(str(error).split())
+            refused = ProgramError(
+                f"JAX refuses the program on a mesh with Explicit axes: {reason:.300}",
+                fix="say how the result is sharded, with sw.einsum(..., out=axes), sw.shard or "
+                "out_sharding=; or use a mesh with Auto axes",
+            )
+            raise located(refused, _jax.raising_line(error)) from error
 
     try:
         with planning, context.TARGET(platform):
             traced = jax.jit(traced_once).trace(*arguments)
     except ShardingError as error:
         raise located(error, _jax.raising_line(error)) from error
-    except _jax.refusals() as error:
-        if not typed:
-            raise
-        reason = " ".join(str(error).split())
-        refused = ProgramError(
-            f"JAX refuses the program on a mesh with Explicit axes: {reason:.300}",
-            fix="say how the result is sharded, with sw.einsum(..., out=axes), sw.shard or "
-            "out_sharding=; or use a mesh with Auto axes",
-        )
-        raise located(refused, _jax.raising_line(error)) from error
     # A loop may compute values that nothing uses. JAX keeps them and compilers remove them, so they
     # are removed before the walk.
     whole = _jax.without_refs(traced.jaxpr).jaxpr

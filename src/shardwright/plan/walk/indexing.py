@@ -135,7 +135,8 @@ def gather(step: PlanStep) -> list[ShardedValue]:
         dims[at] = value.dims[dim]
     lookup = _lookup(step, columns, adds=False)
     held: dict[Name, Dims] = {"table": value.dims, "index": index.dims, "rows": ()}
-    if lookup is not None and not index.free and not value.free:
+    decided = not index.free or step.wanted[0] is not None
+    if lookup is not None and decided and not value.free:
         # Without a later constraint, the rows keep the dims of the table, and then of the index.
         natural: list[tuple[str, ...]] = [()] * result.ndim
         for at, to in lookup.columns.items():

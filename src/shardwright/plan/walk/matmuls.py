@@ -182,7 +182,8 @@ def _places(step: PlanStep, values: Sequence[ShardedValue], labels: Labels) -> d
     * If both operands shard a contracted label, it is summed.
     * If one operand shards a contracted label, it is summed if the result is smaller than that
       operand. Else the operand is gathered.
-    * If two labels compete, and a constraint on the result shards neither, both are gathered.
+    * If two labels compete, and a constraint on the result shards neither, both are gathered. A
+      label of the result alone is gathered too, if the type of the result does not have it.
     * If a batch label is sharded, and a constraint shards another label of the result, or an
       operand a contracted one, XLA may gather or sum instead. The plan marks these matmuls.
     * If two labels compete without a constraint, that of the larger operand is chosen. The plan
@@ -207,7 +208,8 @@ def _places(step: PlanStep, values: Sequence[ShardedValue], labels: Labels) -> d
             (label,) = contracted
             one_sided[axis] = label, claims[label].operands[0]
         elif len(claims) == 1:
-            places[axis] = next(iter(claims))
+            if axis not in explicit_axes(step.results[0]):
+                places[axis] = next(iter(claims))
         elif wanted is None:
             # If bytes are equal, a dim of the result wins over a contracted one.
             places[axis] = max(

@@ -17,6 +17,7 @@ from shardwright.dims.primitives import (
     CUTS,
     ELEMENTWISE,
     REDUCTIONS,
+    SCATTERS,
     SOURCES,
     VIEWS,
     WINDOWS,
@@ -38,7 +39,7 @@ from shardwright.plan.walk.masks import EquationIds, equal_masks, required_dims,
 from shardwright.plan.walk.padding import is_across
 from shardwright.plan.walk.peers import Peers, is_scattered
 from shardwright.plan.walk.step import PlanRule, PlanStep, Scope
-from shardwright.plan.walk.types import add_typed_demands, as_typed, with_owed
+from shardwright.plan.walk.types import add_typed_demands, as_typed, with_owed, with_typed_constants
 from shardwright.plan.walk.values import (
     KEEP,
     Dims,
@@ -46,8 +47,10 @@ from shardwright.plan.walk.values import (
     ShardedValue,
     anywhere,
     axes_of,
+    explicit_axes,
     merged_origins,
     most_runs,
+    typed_dims,
 )
 
 _RULES: Final[Mapping[str, PlanRule]] = {
@@ -81,6 +84,10 @@ _RULES: Final[Mapping[str, PlanRule]] = {
 _MASKS: Final = "this mask is computed twice; annotate the results that are made of it, shard(...)"
 # The rules of these primitives set by themselves how often a result is computed.
 _LOOPS: Final = frozenset({"scan", "while", "cond"})
+# XLA partitions these by the types of all their operands, constants too.
+_PARTITIONED: Final = (
+    frozenset({"dot_general", "ragged_dot_general", "reshard", "gather"}) | SCATTERS
+)
 
 
 class ShardingWalker:
@@ -125,7 +132,7 @@ class ShardingWalker:
 
         goals = wanted or [None] * len(jaxpr.outvars)
         equations = list(live_equations(jaxpr))
-        asked = demands(jaxpr, goals, sizes=notes.sizes, target=_target_dims(target))
+        asked = demands(jaxpr, goals, sizes=notes.sizes, target=_target_dims(target, notes.sizes))
         results = (variable for equation in equations for variable in equation.outvars)
         add_typed_demands(asked, [*jaxpr.invars, *results], notes.sizes)
         scope = Scope(
@@ -168,10 +175,15 @@ class ShardingWalker:
         return [value(variable) for variable in jaxpr.outvars]
 
 
-def _target_dims(target: Callable[[Any], ShardedValue | None]) -> Callable[[Any], Dims | None]:
+def _target_dims(
+    target: Callable[[Any], ShardedValue | None], sizes: Mapping[str, int]
+) -> Callable[[Any], Dims | None]:
     """Return a function that returns the dims of a constraint, or None if it keeps some dims."""
 
     def dims(equation: Any) -> Dims | None:
+        result = equation.outvars[0].aval
+        if equation.primitive.name == "reshard" and explicit_axes(result) >= sizes.keys():
+            return typed_dims(result, ((),) * result.ndim, sizes)
         goal = target(equation)
         return None if goal is None or KEEP in goal.dims else goal.dims
 
@@ -190,12 +202,15 @@ def _follow(step: PlanStep) -> Sequence[ShardedValue]:
     rule = _RULES.get(step.name)
     if rule is not None:
         step = step if step.name in _LOOPS else with_owed(step)
-        results = as_typed(step, [value.pruned() for value in rule(step)])
+        if step.name in _PARTITIONED:
+            step = with_typed_constants(step)
+        results = [value.pruned() for value in rule(step)]
         if step.name not in _LOOPS:
             # XLA moves loop-invariant code out of loops: only operands of a loop make a result run
             # again.
             runs = most_runs(step.values)
             results = [dataclasses.replace(value, runs=runs) for value in results]
+        results = as_typed(step, results)
         if step.place in step.scope.masks:
             # The sharding that the uses of this mask and those of equal masks require.
             masks, origins = step.scope.masks[step.place], step.scope.mask_origins
@@ -328,7 +343,7 @@ def walk_jaxpr(
         equal_masks(jaxpr),
         wanted,
         sizes=ledger.sizes,
-        target=_target_dims(lambda equation: target(equation, ledger)),
+        target=_target_dims(lambda equation: target(equation, ledger), ledger.sizes),
     )
     # `required_dims` knows no origins. Each mesh axis takes one from the outputs and inputs.
     ends = [value for value in (*goals, *inputs) if value is not None]

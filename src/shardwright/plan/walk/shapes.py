@@ -121,6 +121,8 @@ def constraint(step: PlanStep) -> list[ShardedValue]:
         # A reshard before it has moved the value already. The annotation says why.
         return [dataclasses.replace(value, origins={**value.origins, **target.origins})]
     dims = typed_dims(step.results[0], with_kept(target.dims, value.dims), step.ledger.sizes)
+    if step.name == "reshard" and value.free and dims == value.dims:
+        return [value]  # a scatter into these zeros still adds where its updates are
     if value.owed and not value.owed & axes_of(dims):
         dims = _scattered_later(step, value, dims)
     # The key of `PlanStep.move` without a use, so that later gathers to these dims share this one.

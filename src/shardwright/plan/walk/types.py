@@ -1,6 +1,8 @@
 """Shardings in the types of values, which JAX writes there over Explicit mesh axes.
 
-They are exact: JAX lowers the type of each result to a constraint. Auto mesh axes are in no type.
+Each value ends with the sharding of its type, since JAX lowers the type of each result to a
+constraint. Types do not say which collectives lead there: the rules of the equations do. Auto mesh
+axes are in no type.
 """
 
 from __future__ import annotations
@@ -45,6 +47,22 @@ def with_owed(step: PlanStep) -> PlanStep:
         for value, aval in zip(step.values, step.avals, strict=True)
         for mine in [paid & _unreduced([aval])]
     ]
+    return dataclasses.replace(step, values=values)
+
+
+def with_typed_constants(step: PlanStep) -> PlanStep:
+    """Return an equation whose operands that any device can compute have the dims of their types.
+
+    JAX lowers these types to constraints, so XLA partitions a matmul by them, and what follows a
+    reshard to Auto mesh axes, where JAX puts each gather and scatter. XLA folds the constants of
+    all other equations.
+    """
+    left = explicit_axes(step.results[0])
+    values = []
+    for value, aval in zip(step.values, step.avals, strict=True):
+        dims = typed_dims(aval, value.dims, step.ledger.sizes) if value.free else ()
+        folded = not any(dims) or (step.name == "reshard" and explicit_axes(aval) <= left)
+        values.append(value if folded else dataclasses.replace(value, dims=dims, free=False))
     return dataclasses.replace(step, values=values)
 
 
