@@ -165,6 +165,61 @@ def test_rows_of_neighbors_are_permuted(mesh: str) -> None:
     assert not different
 
 
+def test_returned_rows_that_do_not_divide_are_gathered() -> None:
+    """XLA returns such a dim whole, and gathers its padding too; used further, it stays sharded."""
+    pm = sw.PartitionManager(sw.Strategy.loads(SPATIAL.format("-")), mesh=sw.create_mesh("sp:4"))
+    images, whole = (sw.EMPTY, "height", sw.EMPTY, sw.EMPTY), (sw.EMPTY,) * 4
+    x = sw.ArraySpec((4, 32, 16, 8), jnp.float32, images)
+    w = sw.ArraySpec((3, 3, 8, 8), jnp.float32, whole)
+
+    def shifted(w: Any, x: Any) -> Any:
+        padding = ((-1, 1), (0, 0))
+        return lax.conv_general_dilated(x, w, (1, 1), padding, dimension_numbers=NHWC)
+
+    def pooled(w: Any, x: Any) -> Any:
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 3, 3, 1), "VALID")
+
+    def used(w: Any, x: Any) -> Any:
+        return valid(w, x).mean(1)
+
+    different = {}
+    for function, gathers in ((valid, True), (shifted, True), (pooled, True), (used, False)):
+        report = pm.plan(function, _shape(w), _shape(x), specs=(whole, images))
+        sent = compiled_bytes(pm, function, [pm.abstract(w), pm.abstract(x)])
+        assert (("all_gather", ("sp",)) in sent) == gathers
+        if planned_bytes(report) != sent or report.walked.choices:
+            different[function.__name__] = planned_bytes(report), sent, report.walked.choices
+    assert not different
+
+
+def test_returned_rows_over_two_mesh_axes_that_do_not_divide_are_marked() -> None:
+    text = SPATIAL.format("-").replace('"sp"', '"fsdp+sp"')
+    pm = sw.PartitionManager(sw.Strategy.loads(text), mesh=sw.abstract_mesh("fsdp:2,sp:4"))
+    images, whole = (sw.EMPTY, "height", sw.EMPTY, sw.EMPTY), (sw.EMPTY,) * 4
+    x = jax.ShapeDtypeStruct((4, 32, 16, 8), jnp.float32)
+    w = jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.float32)
+    report = pm.plan(valid, w, x, specs=(whole, images))
+    assert {choice.mesh_axis for choice in report.walked.choices} == {"fsdp", "sp"}
+
+
+@pytest.mark.parametrize("function", [valid, largest(3, 3)])
+def test_columns_are_sent_of_the_rows_that_windows_span(function: Any) -> None:
+    pm = sw.PartitionManager(
+        sw.Strategy.loads(SPATIAL.format("-")), mesh=sw.create_mesh("sp:2,tp:4")
+    )
+    images, whole = (sw.EMPTY, "height", "channels", sw.EMPTY), (sw.EMPTY,) * 4
+    x = sw.ArraySpec((4, 32, 32, 8), jnp.float32, images)
+    w = sw.ArraySpec((3, 3, 8, 8), jnp.float32, whole)
+
+    def total(w: Any, x: Any) -> Any:
+        return function(w, x).sum()
+
+    report = pm.plan(total, _shape(w), _shape(x), specs=(whole, images))
+    assert not report.walked.choices
+    sent = compiled_bytes(pm, total, [pm.abstract(w), pm.abstract(x)])
+    assert planned_bytes(report) == sent
+
+
 def _shape(spec: sw.ArraySpec) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
 

@@ -39,7 +39,7 @@ class SlidingWindow:
         """
         return dataclasses.replace(self, size=result, stride=self.dilation, dilation=self.stride)
 
-    def reach(self, operand: int, result: int, parts: int) -> tuple[int, int] | None:
+    def reach(self, operand: int, result: int, parts: int) -> tuple[int, int, int] | None:
         """Return how many elements each part of a dim needs of its two neighbors.
 
         Args:
@@ -48,7 +48,8 @@ class SlidingWindow:
           parts: Number of parts of both. Where a size does not divide, the last part is padded.
 
         Returns:
-          Elements of the part before, and of the part after. None if they are more than a part has.
+          Elements of the part before, and of the part after, and how many elements the windows of a
+          part span, padding included. None if a part needs more of a neighbor than that has.
         """
         own, made = -(-operand // parts), -(-result // parts)
         # The first part has no neighbor before it, and the last one none after it.
@@ -58,7 +59,10 @@ class SlidingWindow:
         stops = [-(-(start + length) // self.spread) for start in starts]
         before = max((part * own - firsts[part] for part in range(1, parts)), default=0)
         after = max((stops[part] - (part + 1) * own for part in range(parts - 1)), default=0)
-        return (max(before, 0), max(after, 0)) if max(before, after) <= own else None
+        if max(before, after) > own:
+            return None
+        span = max(stop - first for first, stop in zip(firsts, stops, strict=True))
+        return max(before, 0), max(after, 0), span
 
 
 def windows_of(equation: Any) -> tuple[SlidingWindow, ...]:

@@ -28,10 +28,12 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
     whole = [step.whole(0), step.whole(1)]
     # Spatial dim -> its label in both operands and in the result, and how far its windows reach.
     names: dict[int, tuple[str, str, str]] = {}
-    reaches: dict[int, tuple[int, int]] = {}
-    places = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    reaches: dict[int, tuple[int, int, int]] = {}
+    spatial = tuple(
+        zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    )
     for at, (window, (left, right, out)) in enumerate(
-        zip(windows_of(step.equation), places, strict=True)
+        zip(windows_of(step.equation), spatial, strict=True)
     ):
         axes, own = whole[0].dims[left], whole[1].dims[right]
         size, kernel = (step.avals[side].shape[dim] for side, dim in ((0, left), (1, right)))
@@ -61,9 +63,8 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
     }
     channels = whole[1].dims[numbers.rhs_spec[0]]
     # The mesh axes of the spatial dims along which the window has several elements.
-    pairs = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)
     extents = step.avals[1].shape
-    windowed = {axis for at, of in pairs if extents[of] > 1 for axis in whole[0].dims[at]}
+    windowed = {axis for at, of, _ in spatial if extents[of] > 1 for axis in whole[0].dims[at]}
     if channels and windowed:
         # XLA multiplies the result by the number of channel shards, or its gradient is wrong: on
         # CPUs with JAX 0.10.2 and 0.12. A kernel that is whole, or a window of 1, is right.
@@ -115,7 +116,7 @@ def pool(step: PlanStep) -> list[ShardedValue]:
     shape, result = step.avals[-1].shape, step.avals[0 if is_gradient else -1].shape
     if not is_gradient:
         result = step.results[0].shape
-    reaches: dict[int, tuple[int, int]] = {}
+    reaches: dict[int, tuple[int, int, int]] = {}
     for at, axes in enumerate(chosen.dims):
         if not axes:
             continue
@@ -131,7 +132,7 @@ def pool(step: PlanStep) -> list[ShardedValue]:
 
 
 def _exchange(
-    step: PlanStep, at: int, value: ShardedValue, reaches: Mapping[int, tuple[int, int]]
+    step: PlanStep, at: int, value: ShardedValue, reaches: Mapping[int, tuple[int, int, int]]
 ) -> None:
     """Note a permute for the rows that devices need of each of their neighbors."""
     aval, sizes = step.avals[at], step.ledger.sizes
@@ -140,7 +141,8 @@ def _exchange(
     ]
     for dim, reach in reaches.items():
         others = math.prod(size for place, size in enumerate(local) if place != dim)
-        for rows in reach:
+        before, after, span = reach
+        for rows in (before, after):
             step.ledger.note(
                 Kind.PERMUTE,
                 value.dims[dim],
@@ -149,8 +151,8 @@ def _exchange(
                 dtype=str(aval.dtype),
                 origins=value.origins,
             )
-        # The exchange along the next dim has the rows that are there now.
-        local[dim] += sum(reach) if value.dims[dim] else 0
+        # The exchange along the next dim has the rows that the windows along this one span.
+        local[dim] = span if value.dims[dim] else local[dim]
 
 
 def _labels(step: PlanStep, names: Mapping[int, tuple[str, str, str]]) -> Labels:

@@ -277,10 +277,13 @@ class Ledger:
     ) -> None:
         adds = kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
         dtype = np.dtype(value.sum_dtype) if adds and value.sum_dtype else aval.dtype
+        # Devices send the padding of a dim that does not divide, too.
+        parts = [shards(axes, self.sizes) for axes in value.dims]
+        shape = [-(-size // part) * part for size, part in zip(aval.shape, parts, strict=True)]
         self.note(
             kind,
             mesh_axes,
-            whole_bytes(local_elements(aval.shape, dims, self.sizes), dtype),
+            whole_bytes(local_elements(shape, dims, self.sizes), dtype),
             # XLA moves loop-invariant code out of a loop, so earlier values are sent once.
             dataclasses.replace(location, runs=min(location.runs, value.runs)),
             dtype=str(dtype),

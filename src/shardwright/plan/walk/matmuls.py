@@ -159,9 +159,9 @@ def _use(
 ) -> object:
     """Return the key of a move. XLA merges two moves of one value only if their keys are equal.
 
-    If a gather is over fewer devices than the dims that stay sharded, all matmuls share it. Else
-    matmuls share it only if they keep the same kinds of dims sharded. If the type of the value has
-    its sharding, all matmuls share it too.
+    If a gather is over fewer devices than the dims that stay sharded, or if the type of the value
+    has its sharding, all matmuls that need the same dims share the gather. Else they share it only
+    if the dims that they keep sharded are also of the same kinds.
     """
     if explicit_axes(step.avals[at]):
         return None

@@ -50,6 +50,7 @@ from shardwright.plan.walk.values import (
     explicit_axes,
     merged_origins,
     most_runs,
+    shards,
     typed_dims,
 )
 
@@ -82,6 +83,7 @@ _RULES: Final[Mapping[str, PlanRule]] = {
     "debug_callback": shapes.callback,
 }
 _MASKS: Final = "this mask is computed twice; annotate the results that are made of it, shard(...)"
+_UNEVEN: Final = "shard the returned value, which does not divide, with shard(...)"
 # The rules of these primitives set by themselves how often a result is computed.
 _LOOPS: Final = frozenset({"scan", "while", "cond"})
 # XLA partitions these by the types of all their operands, constants too.
@@ -280,6 +282,20 @@ def _with_constants(ledger: Ledger, jaxpr: Any) -> list[Buffer]:
     return buffers
 
 
+def _even(ledger: Ledger, value: ShardedValue, aval: Any) -> ShardedValue:
+    """Return an output as XLA returns it: each dim has the first mesh axes that divide it."""
+    dims = []
+    for size, axes in zip(aval.shape, value.dims, strict=True):
+        kept = axes
+        while size % shards(kept, ledger.sizes):
+            kept = kept[:-1]
+        if kept and kept != axes:
+            # XLA also sends the rows that are on other devices after the padding is left out.
+            ledger.doubt(axes, WalkLocation(), _UNEVEN)
+        dims.append(kept)
+    return dataclasses.replace(value, dims=tuple(dims))
+
+
 def _given_out(
     ledger: Ledger, value: ShardedValue, goal: ShardedValue | None, aval: Any
 ) -> ShardedValue:
@@ -289,9 +305,8 @@ def _given_out(
     """
     sent = len(ledger.events)
     if goal is None:
-        moved = ledger.settle(value, aval, WalkLocation())
-    else:
-        moved = ledger.move(value, aval, goal.dims, WalkLocation(), origins=goal.origins)
+        goal = _even(ledger, value, aval)
+    moved = ledger.move(value, aval, goal.dims, WalkLocation(), origins=goal.origins)
     before = value.buffer
     if moved.dims == value.dims and before is not None:
         return dataclasses.replace(moved, buffer=before)
