@@ -342,6 +342,15 @@ def test_every_mode_is_planned(file: Path, tmp_path: Path) -> None:
         ('{"model_type": "mamba"}', "families are llama, mistral, qwen2"),
         ('{"model_type": "llama"}', "lacks num_attention_heads"),
         ('{"model_type": "llama", "num_attention_heads": 0}', "a positive integer, got 0"),
+        ('{"model_type": 3}', "config.json: model_type must be a text, got 3"),
+        (
+            '{"model_type": "gemma3", "text_config": {"model_type": [1]}}',
+            "config.json: text_config.model_type must be a text, got [1]",
+        ),
+        (
+            '{"model_type": "gemma3", "text_config": [1]}',
+            "config.json: text_config must be a JSON object, got [1]",
+        ),
     ],
 )
 def test_bad_config_has_message_and_fix(text: str, says: str, tmp_path: Path) -> None:
@@ -366,6 +375,24 @@ def test_bad_config_has_message_and_fix(text: str, says: str, tmp_path: Path) ->
             "deepseek-v3",
             {"first_k_dense_replace": 9},
             facts("config.json", "experts", "layer", fix="model"),
+        ),
+        (
+            "llama-3-8b",
+            {"head_dim": -1},
+            facts("config.json", "head_dim", "positive integer, or 0 for none", fix="head_dim"),
+        ),
+        *(
+            (
+                "llama-3-8b",
+                {"hidden_act": value},
+                facts("config.json", "hidden_act", "text", fix="hidden_act"),
+            )
+            for value in (["silu"], {"a": 1})
+        ),
+        (
+            "llama-3-8b",
+            {"rms_norm_eps": "x"},
+            facts("config.json", "rms_norm_eps", "positive number", fix="rms_norm_eps"),
         ),
         ("llama-3-8b", {"torch_dtype": "int8"}, facts("config.json", "int8", fix="param")),
         (

@@ -72,8 +72,7 @@ class Config:
     @property
     def family(self) -> str:
         """The `model_type`."""
-        family: str = self.values["model_type"]
-        return family
+        return self.text("model_type") or ""
 
     def wrong(self, key: str, value: Any, wanted: str) -> ShardingError:
         """Return the error of a value that is not what its key needs."""
@@ -89,7 +88,7 @@ class Config:
             value = self.values.get(key)
             size = 0 if value is None else as_integer(value)
             if size is None or size < 0:
-                raise self.wrong(key, value, "a positive integer")
+                raise self.wrong(key, value, "a positive integer, or 0 for none")
             if size:
                 return size
         return None
@@ -121,6 +120,13 @@ class Config:
                 raise self.wrong(".".join(keys[: at + 1]), value, "a JSON object")
             found = value or {}
         return found
+
+    def text(self, *keys: str) -> str | None:
+        """Return the text at a path of keys, or None."""
+        value = self.mapping(*keys[:-1]).get(keys[-1])
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(".".join(keys), value, "a text")
+        return value
 
     def flag(self, key: str, *, default: bool = False) -> bool:
         """Return whether a key is true."""
@@ -333,18 +339,21 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 )
 
 
-def complete(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def complete(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the values of the decoder's configuration, and notes on those that it does not have.
 
     A nested `text_config` lacks what equals a class default, and what the configuration around it
     says: dtype, quantization and tied embeddings. What `text_config` says counts first, then the
     outer configuration, then the class default. Where nothing is nested, sizes are required.
+
+    Raises:
+      ShardingError: `text_config` is not a JSON object, or a `model_type` is not a text.
     """
-    nested = values.get("text_config")
-    if not isinstance(nested, Mapping):
+    values, nested = config.values, config.mapping("text_config")
+    if values.get("text_config") is None:
         own = dict(values)
         return _filled(own, "the default of its class", skip=(*_SIZES, *_EXPERTS))
-    own = {"model_type": values["model_type"], **nested}
+    own = {**nested, "model_type": config.text("text_config", "model_type") or config.family}
     # `dtype` is the newer name of `torch_dtype`.
     skip = ("torch_dtype", "dtype") if own.get("torch_dtype") or own.get("dtype") else ()
     outer = {key: value for key, value in values.items() if key not in skip}

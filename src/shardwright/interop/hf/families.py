@@ -403,12 +403,14 @@ def read_config(path: str, *, param: str | None = None, capacity: float | None =
 
 def sizes_of(values: Any, source: str, *, param: str | None, capacity: float | None) -> Sizes:
     """Return the sizes of the content of a `config.json`; see `read_config`."""
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+    if not isinstance(values, dict) or values.get("model_type") is None:
         raise StrategyError(
             f"{source} has no model_type", fix="pass the config.json of a Hugging Face model"
         )
-    values, notes = complete(values)
-    kind = values["model_type"]
+    config = Config(values=values, source=source, error=StrategyError, capacity=capacity)
+    values, notes = complete(config)
+    config = dataclasses.replace(config, values=values)
+    kind = config.family
     readers = {name: family.read for name, family in FAMILIES.items() if family.read}
     if kind not in readers:
         hint = same_spelling(kind, readers)
@@ -424,9 +426,7 @@ def sizes_of(values: Any, source: str, *, param: str | None, capacity: float | N
         raise StrategyError(
             f"{source}: {param or own!r:.40} is not a dtype of parameters", fix="param=bfloat16"
         ) from error
-    config = Config(
-        values=values, source=source, error=StrategyError, dtypes=dtypes, capacity=capacity
-    )
+    config = dataclasses.replace(config, dtypes=dtypes)
     sizes = readers[kind](config)
     method = config.mapping("quantization_config").get("quant_method")
     # Logits differ by the rounding of the weights.

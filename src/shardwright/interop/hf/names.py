@@ -173,7 +173,7 @@ class NameTable:
         """
         family = tensors_of(config)
         # A checkpoint has the class defaults of its model where its configuration says nothing.
-        whole = Config(values=complete(config)[0])
+        whole = Config(values=complete(Config(values=config))[0])
         return cls(family=family, rows=family.rows(), dims=dims_of(whole), config=whole)
 
     def axes(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Any:

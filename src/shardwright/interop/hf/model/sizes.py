@@ -89,7 +89,7 @@ def _norm(config: Config) -> NormConfig:
     """Return the norms of the model. Gemma stores their scales minus 1."""
     # The defaults of `MixtralConfig` and `GptOssConfig`, and of the others.
     default = 1e-5 if config.family in ("mixtral", "gpt_oss") else 1e-6
-    epsilon = config.values.get("rms_norm_eps", default)
+    epsilon = config.real("rms_norm_eps") or default
     return NormConfig(epsilon=epsilon, zero_centered=config.family.startswith("gemma"))
 
 
@@ -100,10 +100,10 @@ def _activations(config: Config) -> tuple[str, str]:
       StrategyError: The activation of the gate is not one of these.
     """
     is_gemma = config.family.startswith("gemma")
-    name = config.values.get("hidden_act")
+    name = config.text("hidden_act")
     if is_gemma:
         # "gelu" in the files of the first Gemma means the approximation by tanh.
-        name = config.values.get("hidden_activation") or "gelu_pytorch_tanh"
+        name = config.text("hidden_activation") or "gelu_pytorch_tanh"
     names = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
     if (name or "silu") not in names:
         raise StrategyError(
@@ -423,17 +423,17 @@ def deepseek(config: Config) -> Sizes:
             f"{config.source}: experts are not in every layer after the first dense ones",
             fix="write the model as file.py:function",
         )
+    # V3 picks experts by scores plus `e_score_correction_bias`; V2 has neither.
+    has_bias = config.text("scoring_func") == "sigmoid"
     moe_block = _moe_block(
         config,
         "n_routed_experts",
         "moe_intermediate_size",
         shared=config.size("n_shared_experts") or 0,
-        score="sigmoid" if config.values.get("scoring_func") == "sigmoid" else "softmax",
+        score="sigmoid" if has_bias else "softmax",
         groups=config.number("n_group", 1),
         top_groups=config.number("topk_group", 1),
     )
-    # V3 picks experts by scores plus `e_score_correction_bias`; V2 has neither.
-    has_bias = config.values.get("scoring_func") == "sigmoid"
     stacks: tuple[Stack, ...] = (
         Stack(layers=layers - dense, attention=attention, mlp=moe_block, router_bias=has_bias),
     )
