@@ -64,7 +64,8 @@ BAD = {
     "presets show fdsp": "no preset 'fdsp'\n  fix   did you mean 'fsdp'? presets are ddp,",
     "presets copy ddp mine.yaml": "mine.yaml: unknown format 'yaml'",
     "presets copy ddp nowhere/mine.toml": "cannot write 'nowhere/mine.toml': no such file",
-    "schema nowhere/schema.json": "cannot write 'nowhere/schema.json': no such file",
+    "schema nowhere/schema.json": "cannot write 'nowhere/schema.json': no such file or directory\n"
+    "  fix   create its folder first",
     "schema folder": "cannot write 'folder': is a directory",
     "schema pipe": "'pipe' is not a regular file, and would be replaced by one\n"
     "  fix   choose another name, or print and redirect (>)",

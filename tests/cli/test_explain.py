@@ -72,7 +72,7 @@ BAD = {
     "explain BATCH --strategy none.toml --devices 8": (2, "no file 'none.toml'", ""),
     "explain BATCH --strategy fsdp.toml --devices 8": (
         2,
-        "no file 'fsdp.toml'\n  fix   for the preset, Strategy.preset('fsdp'); in a command, fsdp",
+        "no file 'fsdp.toml'\n  fix   for the preset, write fsdp",
         "",
     ),
     "explain BATCH --strategy bad.toml --devices 8": (2, "bad.toml:2 rules.batch", ""),
@@ -134,7 +134,7 @@ BAD = {
     ),
     "explain --tensors list.json --strategy ddp --devices 8": (
         2,
-        "list.json: expected a table, got list",
+        'list.json: expected a table, got list\n  fix   write a table, such as {"mlp": {"wi": ',
         "",
     ),
     "explain --tensors latin.toml --strategy ddp --devices 8": (2, "latin.toml is not UTF-8", ""),

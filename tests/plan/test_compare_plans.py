@@ -139,6 +139,12 @@ def test_command_compares_files_and_strategies(
     code, text = run("diff --plan fsdp.json --plan fsdp.json --mode train --mode decode")
     assert code == 0
     assert "mode train -> decode" in text
+    plans = json.loads((model / "fsdp.json").read_text())
+    del plans["modes"]["train"]
+    (model / "decode.json").write_text(json.dumps(plans))
+    code, text = run("diff --plan decode.json --plan fsdp.json --markdown")
+    assert code == 0
+    assert text.endswith("```\n\nonly after: mode train\n")
     (model / "other.json").write_text('{"modes": {"insert": {"state": {"by_category": {}}}}}')
     code, text = run("diff --plan fsdp.json --plan other.json")
     assert code == 2

@@ -139,7 +139,9 @@ def _show(arguments: argparse.Namespace, pairs: Pairs, only: Mapping[str, list[s
                 lines += ["", f"### Plan of {mode}", "", "```text", *text.split("\n"), "```"]
             else:
                 lines += ["", f"mode {mode}", *text.split("\n")]
-        lines += [f"only {side}: mode {', '.join(modes)}" for side, modes in unpaired.items()]
+        for side, names in unpaired.items():
+            # A paragraph of its own in Markdown.
+            lines += [""] * arguments.markdown + [f"only {side}: mode {', '.join(names)}"]
         print_lines(lines[1:], marks=GROWS)
     return 1 if arguments.exit_code and _changed(compared, unpaired) else 0
 

@@ -37,7 +37,8 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
     """
     path = Path(name)
     text = read_text(path, most=LONGEST_JSON)
-    data, origin = files.parse(text, format=path.suffix[1:], source=path.name)
+    example = '{"mlp": {"wi": {"axes": "EMBED MLP_INTERMEDIATE"}}}'
+    data, origin = files.parse(text, format=path.suffix[1:], source=path.name, example=example)
     if any(_is_table_of_rules(data.get(name)) for name in ("mesh", "rules")):
         what = "this is a strategy file, not a file of tensors"
         fix = "pass it as the strategy; a file of tensors has one table per tensor, such as "

@@ -24,8 +24,13 @@ from shardwright.vocabulary.axes import canonical_axis, file_name
 Parsed = tuple[dict[str, Any], KeySources]
 
 
-def read(path: Path) -> Parsed:
-    """Read a file: its data and the origin of each key."""
+def read(path: Path, *, preset: str = "Strategy.preset({!r})") -> Parsed:
+    """Read a file: its data and the origin of each key.
+
+    Args:
+      path: The file.
+      preset: How the caller names a preset, for the fix of a file that is absent.
+    """
     format = path.suffix.lstrip(".")
     if not format and path.name in preset_names():
         fix = f"Strategy.preset({path.name!r})"
@@ -34,7 +39,7 @@ def read(path: Path) -> Parsed:
     if not os.path.exists(path):
         fix = did_you_mean(path.stem, preset_names()) or "check the path"
         if path.stem in preset_names():
-            fix = f"for the preset, Strategy.preset({path.stem!r}); in a command, {path.stem}"
+            fix = f"for the preset, {preset.format(path.stem)}"
         raise StrategyError(f"no file {str(path)!r}", fix=fix)
     text = read_text(path, most=LONGEST_FILE)
     return parse_strategy(text, format=format, source=path.name)
@@ -97,8 +102,8 @@ def parse_strategy(text: str, *, format: str, source: str) -> Parsed:
     return data, origin
 
 
-def parse(text: str, *, format: str, source: str) -> Parsed:
-    """Parse TOML or JSON text into data and the origin of each key."""
+def parse(text: str, *, format: str, source: str, example: str = '{"version": 1}') -> Parsed:
+    """Parse TOML or JSON text into data and the origin of each key. `example` is a correct text."""
     _check_format(format, source, fix='pass format="toml" or format="json"')
     if not isinstance(text, str):
         fix = "pass the text of a file; Strategy.load(path) reads one"
@@ -130,8 +135,8 @@ def parse(text: str, *, format: str, source: str) -> Parsed:
         fix = "flatten the file" if deep else "write a smaller number"
         raise StrategyError(str(error).partition(";")[0], path=source, fix=fix) from error
     if not isinstance(data, dict):
-        what, fix = f"expected a table, got {type(data).__name__}", "write { } around the file"
-        raise StrategyError(what, path=source, fix=fix)
+        what = f"expected a table, got {type(data).__name__}"
+        raise StrategyError(what, path=source, fix=f"write a table, such as {example}")
     lines = toml_lines(text) if format == "toml" else json_lines(text)
     origin: KeySources = {(): source}
     for path, line in lines:
@@ -237,7 +242,8 @@ def write_text(path: Path, text: str, *, overwrite: bool = True) -> Path:
         fix = "choose another name, or replace it with --force"
         raise StrategyError(f"{str(path)!r} exists", fix=fix) from error
     except OSError as error:
-        raise cannot("write", path, error) from error
+        fix = "create its folder first" if isinstance(error, FileNotFoundError) else ""
+        raise cannot("write", path, error, fix=fix) from error
 
 
 def _write_text(path: Path, text: str, *, overwrite: bool) -> Path:

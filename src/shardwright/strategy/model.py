@@ -310,9 +310,9 @@ class Strategy(BaseModel):
         return cls._load(Path(path), ())
 
     @classmethod
-    def _load(cls, path: Path, inside: tuple[Path, ...]) -> Strategy:
+    def _load(cls, path: Path, inside: tuple[Path, ...], **options: str) -> Strategy:
         """Read a file. `inside` has the files whose `base` leads here."""
-        data, origin = files.read(path)
+        data, origin = files.read(path, **options)
         inside = (*inside, Path(os.path.realpath(path)))
         return cls._on_base(data, origin, path.parent, inside)
 
@@ -360,7 +360,7 @@ class Strategy(BaseModel):
                     fix="remove one base",
                 )
             else:
-                parts.append(cls._load(path, inside))
+                parts.append(cls._load(path, inside, preset="write {}"))
         return functools.reduce(operator.or_, parts)
 
     @classmethod
