@@ -9,6 +9,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No deadlines and no check of speed, because machines are shared.
+for _name, _examples in (("shared", 60), ("thorough", 5000)):
+    settings.register_profile(
+        _name,
+        deadline=None,
+        max_examples=_examples,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile("shared")
 
 # A worker that has more bytes than this, after a file of tests, forgets what it compiled; later
 # again for each step that it grows. Freed memory stays with the process and is used again.
