@@ -102,7 +102,7 @@ def test_folder_cannot_be_written(overwrite: bool, tmp_path: Path) -> None:
 
 def test_link_into_missing_folder(tmp_path: Path) -> None:
     (tmp_path / "link.toml").symlink_to("nowhere/s.toml")
-    with raises(sw.StrategyError, "link.toml", fix="path"):
+    with raises(sw.StrategyError, "link.toml", fix="folder"):
         SMALL.dump(tmp_path / "link.toml")
 
 
