@@ -36,7 +36,7 @@ plan "$work/after.json" || { cat "$work/error.txt" >&2; exit "$((code ? code : 2
 ended=$code
 comment=${RUNNER_TEMP:-$work}/shardwright-comment.md
 place=$(git rev-parse --show-prefix)
-if cd "$work/base/$place" 2> "$work/error.txt" && plan "$work/before.json"; then
+if (cd "$work/base/$place" 2> "$work/error.txt" && plan "$work/before.json"); then
   shardwright diff --plan "$work/before.json" --plan "$work/after.json" --markdown > "$comment"
 else
   {
@@ -45,7 +45,6 @@ else
     printf '```\n'
   } > "$comment"
 fi
-cd "$OLDPWD" 2>/dev/null || true
 if [ -n "${GITHUB_OUTPUT:-}" ]; then
   echo "comment=$comment" >> "$GITHUB_OUTPUT"
 else

@@ -109,6 +109,15 @@ def test_action_compares_a_pull_request_with_its_base(tmp_path: Path, golden: Go
     assert code == 0, comment
     assert "The base has no plan to compare with" in comment
     assert "model.py" in comment
+    inner = folder / "inner"  # which the base does not have
+    inner.mkdir()
+    (inner / "model.py").write_text(MODEL)
+    code, comment = act(
+        inner, BASE=base, **options | {"OPTIONS": "--strategy ../mine.toml --mesh fsdp:4"}
+    )
+    assert code == 0, comment
+    assert "The base has no plan to compare with" in comment
+    assert "inner" in comment
     code, comment = act(folder, **options)
     assert code != 0
     assert "name the commit to compare with" in comment

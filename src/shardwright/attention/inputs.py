@@ -44,7 +44,7 @@ _BLOCKS = {"q_block": 512, "kv_block": 1024}
 _COMPILED = "pass a Python number: the value is compiled into the program"
 _NUMBERS = {
     "scale": number(fix=_COMPILED),
-    "softcap": number("positive", fix=f"{_COMPILED}; None is no cap"),
+    "softcap": number("positive", fix=f"{_COMPILED}; pass None for no cap"),
     "dropout": RATE,
     "q_block": integer(fix="pass the number of rows per block"),
     "kv_block": integer(fix="pass the number of rows per block"),
