@@ -197,19 +197,19 @@ def leave(manager: Any) -> None:
 
 def _undo(entry: _EnteredManager) -> None:
     stack = _ENTERED.stack
-    position = stack.index(entry) + 1
-    # The mesh that was ambient before this entry is restored when the next entry with a mesh ends.
-    above = next((other for other in stack[position:] if other.mesh is not None), None)
-    if above is not None and entry.mesh is not None:
-        above.mesh, entry.mesh = entry.mesh, None
-    was_last = position == len(stack)
-    del stack[position - 1]
     if _FLOW.get() is entry:
         _FLOW.set(entry.outer)
     entry.is_left, entry.outer = True, None
-    # The innermost entry still applies, so the ambient mesh and the key stay as they are.
-    if not was_last:
+    if stack[-1] is not entry:
+        # The innermost entry still applies, so the ambient mesh and the key stay as they are. The
+        # mesh that was ambient before this entry is restored when the next entry with a mesh ends.
+        position = stack.index(entry)
+        above = next((other for other in stack[position + 1 :] if other.mesh is not None), None)
+        if above is not None and entry.mesh is not None:
+            above.mesh, entry.mesh = entry.mesh, None
+        del stack[position]
         return
+    stack.pop()
     try:
         if entry.mesh is not None:
             entry.mesh.__exit__(None, None, None)
