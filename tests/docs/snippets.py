@@ -197,14 +197,16 @@ def _run_pytest(words: list[str]) -> str:
 
 def needs(page: Path) -> set[str]:
     """Return the packages of a page that only `make docs` and `make check` install."""
-    code = "".join(
-        block.text for block in blocks(page.read_text(encoding="utf-8")) if block.lang == "python"
-    )
-    return {
+    sequence = blocks(page.read_text(encoding="utf-8"))
+    code = "".join(block.text for block in sequence if block.lang == "python")
+    names = {
         name
         for name in ("flax", "equinox", "haliax")
         if re.search(rf"^(from|import) {name}\b", code, re.MULTILINE)
     }
+    # `--fix` edits files with tomlkit.
+    edits = any(" --fix" in block.text for block in sequence if block.lang == "console")
+    return {*names, "tomlkit"} if edits else names
 
 
 def _check_file(block: Block, place: str) -> None:

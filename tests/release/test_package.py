@@ -21,6 +21,13 @@ with sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=sw.create_mesh("dp:1"))
     print(pm.init_state(optax.adam(1e-3), {"w": jax.numpy.ones(8)}, {"w": (sw.EMBED,)}))
 """,
     "cli": "import rich; from shardwright.cli.main import main; main(['presets', 'list'])",
+    "fix": """
+import pathlib
+from shardwright.cli.main import main
+pathlib.Path("mine.toml").write_text("[mesh]\\nfsdp = -1\\ntp = 4  # heads\\n")
+main(["check", "mine.toml", "--devices", "6", "--fix"])
+assert "tp = 2  # heads" in pathlib.Path("mine.toml").read_text()
+""",
     "pytest": "import pytest; pytest.main(['--help'])",
     "checkpoint": """
 import shardwright.checkpoint as checkpoint

@@ -20,10 +20,19 @@ from shardwright.cli.arguments import (
     make_parser,
 )
 from shardwright.cli.check_model import Checked, check_model, is_model
+from shardwright.cli.fix import (
+    MARKS,
+    Fixed,
+    Tried,
+    add_fix_options,
+    check_fix_options,
+    fix_file,
+)
 from shardwright.cli.inputs import (
     read_count,
     read_mesh_text,
     read_strategy,
+    strategy_label,
 )
 from shardwright.cli.models import add_model
 from shardwright.cli.show import SEVERITIES, print_json, print_lines, width_of
@@ -31,6 +40,7 @@ from shardwright.cli.tensors import read_tensors
 from shardwright.errors import ShardingError
 from shardwright.lints.catalogue import Finding, Severity, lint
 from shardwright.lints.finding import from_problem
+from shardwright.lints.subject import make_subject
 from shardwright.strategy.files import strategy_names
 
 _EPILOG = f"""\
@@ -45,6 +55,7 @@ examples:
   shardwright check mine.toml
   shardwright check strategies/*.toml --strict
   shardwright check "fsdp_tp | mine.toml" --tensors model.toml --mesh dp:2,fsdp:2,tp:4
+  shardwright check mine.toml --tensors model.toml --mesh fsdp:2,tp:4 --fix --dry-run
   shardwright check model.py:forward --params init --axes axes.toml \\
       --input "int32[8,32] BATCH LENGTH"
 
@@ -75,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
         "--axes", metavar="FILE", help="a .toml file of path rules that annotate the parameters"
     )
     command.add_argument("--strict", action="store_true", help="fail on warnings too")
+    add_fix_options(command)
     add_output(command)
     return command
 
@@ -92,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not strategies:
         # argparse cannot require this: either the words or --strategy will do.
         parser().error("the following arguments are required: STRATEGY")
+    check_fix_options(arguments)
     tensors = None if arguments.tensors is None else read_tensors(arguments.tensors)
     # A model may use axes that a strategy of the same command line declares.
     own_axes: set[str] = set()
@@ -104,6 +117,10 @@ def run(arguments: argparse.Namespace) -> int:
     for text in strategies:
         if is_model(text):
             results += check_model(text, arguments, own_axes=own_axes)
+        elif arguments.fix:
+            fixed = fix_by_tensors(text, tensors, arguments, devices=arguments.devices)
+            print_lines([*fixed.report(dry=arguments.dry_run), ""], marks=MARKS)
+            results.append(Checked(strategy=strategy_label(text), findings=fixed.tried.findings))
         else:
             results.append(_check(text, tensors, arguments.mesh, arguments.devices))
     failed = any(result.fails(strict=arguments.strict) for result in results)
@@ -126,9 +143,31 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def fix_by_tensors(
+    text: str, tensors: Any, arguments: argparse.Namespace, *, devices: int | None
+) -> Fixed:
+    """Fix a strategy file, so that tensors resolve on the mesh of the command line.
+
+    Raises:
+      ShardingError: The file cannot be read or written, or no file is named.
+    """
+
+    def try_with(strategy: Any) -> Tried:
+        mesh = read_mesh_text(strategy, arguments.mesh, devices)
+        found = lint(strategy, tensors, mesh=mesh)
+        resolved = {
+            (at, answer.mode): answer.resolution.spec
+            for at, answer in enumerate(make_subject(strategy, tensors, mesh).answers)
+            if answer.resolution.ok
+        }
+        return Tried(findings=found, results=resolved)
+
+    return fix_file(text, try_with, devices=devices, dry=arguments.dry_run)
+
+
 def _check(text: str, tensors: Any, mesh: str | None, devices: int | None) -> Checked:
     # A file that cannot be read has no label of its own, so make one first.
-    label = " | ".join(map(os.path.basename, strategy_names(text)))
+    label = strategy_label(text)
     try:
         strategy, label = read_strategy(text)
     except ShardingError as error:

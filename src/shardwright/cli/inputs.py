@@ -181,7 +181,15 @@ def read_setting(strategy: str, *, mesh: str | None, devices: int | None) -> Set
     Raises:
       ShardingError: A strategy or a mesh cannot be read, or they do not fit each other.
     """
-    combined, label = read_strategy(strategy)
+    return make_setting(*read_strategy(strategy), mesh=mesh, devices=devices)
+
+
+def make_setting(combined: Any, label: str, *, mesh: str | None, devices: int | None) -> Setting:
+    """Put a strategy that is loaded on a mesh without devices, as `read_setting` does.
+
+    Raises:
+      ShardingError: A mesh cannot be read, or the strategy does not fit it.
+    """
     manager = PartitionManager(combined, mesh=read_mesh(combined, label, mesh, devices))
     dcn = dict(combined.dcn)
     if mesh is not None:
@@ -209,9 +217,14 @@ def read_strategy(text: str) -> tuple[Any, str]:
         if re.fullmatch(r"\w+:-?\d+", name):
             fix = f"a mesh is one word, its axes joined by commas: --mesh dp:2,{name}"
             raise StrategyError(f"{name!r} is not a strategy", fix=fix)
-    label = " | ".join(map(os.path.basename, names))
+    return Strategy.read(text), strategy_label(text)
+
+
+def strategy_label(text: str) -> str:
+    """Return the names of a strategy and its overlays as reports show them, without folders."""
+    label = " | ".join(map(os.path.basename, strategy_names(text)))
     # File names may not be UTF-8.
-    return Strategy.read(text), label.encode("utf-8", "backslashreplace").decode("utf-8")
+    return label.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> MeshSpec | None:

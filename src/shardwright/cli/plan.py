@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 
 from shardwright.cli.arguments import EXIT_CODES, add_output, add_strategy, make_parser
-from shardwright.cli.inputs import Setting, read_count, read_setting
+from shardwright.cli.check import fix_by_tensors, report
+from shardwright.cli.check_model import Checked
+from shardwright.cli.fix import MARKS, add_fix_options, check_fix_options
+from shardwright.cli.inputs import Setting, read_count, read_setting, strategy_label
 from shardwright.cli.plan_advice import too_large_state
 from shardwright.cli.plan_checks import limit_failures, read_forbidden, read_limit
-from shardwright.cli.plan_programs import run_programs
+from shardwright.cli.plan_programs import fix_by_programs, run_programs
 from shardwright.cli.programs import add_model_options
 from shardwright.cli.reference import is_config
-from shardwright.cli.show import print_json, print_lines, width_of
+from shardwright.cli.show import SEVERITIES, print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
 from shardwright.cli.verify import add_verify_options, check_verify_options
 from shardwright.errors import StrategyError
@@ -42,6 +45,7 @@ examples:
       --max-replicated 2%
   shardwright plan model.py:programs --strategy fsdp_tp --mesh fsdp:16,tp:4 \\
       --topology v5p:4x4x4 --verify
+  shardwright plan model.py:programs --strategy mine.toml --mesh fsdp:16,tp:4 --fix --dry-run
 
 exit codes: 0 planned; 1 a check fails, a program does not fit, or a plan is incomplete or cannot be
 verified;
@@ -80,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     _add_tensor_options(command)
     _add_checks(command)
     add_verify_options(command)
+    add_fix_options(command)
     command.add_argument("--html", metavar="FILE", help="also write the plan as one HTML page")
     command.add_argument(
         "--rows",
@@ -140,11 +145,17 @@ def run(arguments: argparse.Namespace) -> int:
     """
     topology = _read_topology(arguments)
     check_verify_options(arguments, topology)
+    check_fix_options(arguments)
     devices = arguments.devices if topology is None else topology.devices
+    # A .json file is a configuration, or a file of tensors.
+    is_tensors = arguments.model.endswith((".toml", ".json")) and not is_config(arguments.model)
+    if arguments.fix:
+        code = _fix(arguments, devices, is_tensors=is_tensors)
+        if arguments.dry_run:
+            return code
     setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=devices)
     topology = None if topology is None else setting.on(topology)
-    # A .json file is a configuration, or a file of tensors.
-    if arguments.model.endswith((".toml", ".json")) and not is_config(arguments.model):
+    if is_tensors:
         return _run_tensors(arguments, setting, topology)
     for option in ("optimizer_copies", "cache"):
         if getattr(arguments, option) is not None:
@@ -153,6 +164,21 @@ def run(arguments: argparse.Namespace) -> int:
                 fix="leave it out; holds= of a Program says what each argument is",
             )
     return run_programs(arguments, setting, topology)
+
+
+def _fix(arguments: argparse.Namespace, devices: int | None, *, is_tensors: bool) -> int:
+    """Edit the strategy and print the difference. Return 1 if it still has an error, else 0."""
+    if is_tensors:
+        tensors = read_tensors(arguments.model)
+        fixed = fix_by_tensors(arguments.strategy, tensors, arguments, devices=devices)
+    else:
+        fixed = fix_by_programs(arguments, devices)
+    print_lines([*fixed.report(dry=arguments.dry_run), ""], marks=MARKS)
+    label = strategy_label(arguments.strategy)
+    checked = Checked(strategy=label, findings=fixed.tried.findings)
+    if arguments.dry_run:
+        print_lines(report([checked], width=width_of(arguments.width)), marks=SEVERITIES)
+    return 1 if checked.fails(strict=False) else 0
 
 
 def _read_topology(arguments: argparse.Namespace) -> Topology | None:

@@ -8,13 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from shardwright.cli.inputs import Setting
+from shardwright.cli.fix import Fixed, Tried, fix_file
+from shardwright.cli.inputs import Setting, make_setting, strategy_label
 from shardwright.cli.plan_advice import too_large_text
 from shardwright.cli.plan_checks import limit_failures
 from shardwright.cli.programs import plan_program, read_options, read_programs
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.verify import verify_programs
-from shardwright.errors import StrategyError
+from shardwright.errors import ShardingError, StrategyError
+from shardwright.lints.finding import Finding, from_problem
 from shardwright.plan.collectives.collective import Collective
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology
@@ -104,6 +106,42 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         texts = [*notes, *_lines(arguments, reports, verified), *_breach_lines(breaches), *failures]
         print_lines(line for text in texts for line in text.split("\n"))
     return 1 if failed else 0
+
+
+def fix_by_programs(arguments: argparse.Namespace, devices: int | None) -> Fixed:
+    """Fix a strategy file, so that programs resolve on the mesh of the command line.
+
+    Raises:
+      StrategyError: The strategy cannot be read or written, or has no file.
+    """
+
+    def try_with(strategy: Any) -> Tried:
+        setting = make_setting(
+            strategy, strategy_label(arguments.strategy), mesh=arguments.mesh, devices=devices
+        )
+        programs = read_programs(
+            arguments.model,
+            arguments.mode,
+            devices=setting.manager.mesh.size,
+            options=_options(arguments),
+        )
+        findings: list[Finding] = []
+        planned = {}
+        for mode, program in programs.items():
+            label = f"{arguments.model} for {mode_name(mode)}"
+            try:
+                report = plan_program(program, setting.manager.for_mode(mode), label)
+            except ShardingError as error:
+                findings += map(from_problem, error.problems)
+                continue
+            # The text of a rule in an event may change, but not what it sends.
+            sent = [
+                (event.kind, event.mesh_axes, event.total_wire_bytes) for event in report.events
+            ]
+            planned[mode] = (report.state.of(), sent)
+        return Tried(findings=tuple(findings), results=planned)
+
+    return fix_file(arguments.strategy, try_with, devices=devices, dry=arguments.dry_run)
 
 
 def _too_large(

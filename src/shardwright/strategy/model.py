@@ -365,21 +365,26 @@ class Strategy(BaseModel):
 
     @classmethod
     def loads(
-        cls, text: str, *, format: Literal["toml", "json"] = "toml", source: str = ""
+        cls,
+        text: str,
+        *,
+        format: Literal["toml", "json"] = "toml",
+        source: str = "",
+        root: str | Path = "",
     ) -> Strategy:
         """Read a strategy from text.
 
         Args:
-          text: Text of a strategy file. A file that it names as `base` is read, from the working
-            directory.
+          text: Text of a strategy file. A file that it names as `base` is read.
           format: "toml" or "json".
           source: Name of the text in messages. Defaults to `<toml>` or `<json>`.
+          root: Folder of a relative `base`. Defaults to the working directory.
 
         Raises:
           ShardingError: The text does not parse, or has problems.
         """
         parsed = files.parse_strategy(text, format=format, source=source or f"<{format}>")
-        return cls._on_base(*parsed, Path())
+        return cls._on_base(*parsed, Path(root))
 
     @classmethod
     def preset(cls, name: str) -> Strategy:

@@ -1,0 +1,250 @@
+"""`--fix` of `check` and `plan`: edit a strategy file as the fixes of its findings say.
+
+An edit is made if the first words of the fix name it. The edited strategy is then tried, and what
+had a result before must have the same result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from shardwright.errors import MeshSpecError, ShardingError, StrategyError
+from shardwright.lints.finding import Code, Finding, from_problem
+from shardwright.mesh.build import INFER
+from shardwright.resolution.rules import Conflict, Indivisible, Missing, Order
+from shardwright.strategy import files
+from shardwright.strategy.edit import rename, set_value
+from shardwright.strategy.foreign_files import read_text
+from shardwright.strategy.limits import LONGEST_FILE
+
+if TYPE_CHECKING:
+    from shardwright.strategy.model import Strategy
+
+# A misspelled name hides what else is wrong, so a file is tried again after each round of edits.
+_ROUNDS: Final = 8
+_FALLBACK = re.compile(r'add a fallback, (\w+) = "([^"]*)", or ')
+_NO_RULE = re.compile(r'to replicate it, write \[(\w+)\] (\w+) = "-"')
+_MEANT = re.compile(r"did you mean '(\w+)'\?")
+# A message ends in the rule's place: `(mine.toml:3, [modes.decode])`. A composite has several.
+_TABLE = re.compile(r"\[([\w.]+)\]\)")
+# What a diff adds is green, and what it removes is red.
+MARKS: Final = {r"^\+.*": "green", r"^-.*": "red"}
+
+Edit = Callable[[str], str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """The result of checking or planning with a strategy.
+
+    Attributes:
+      findings: What is wrong.
+      results: The spec or the plan of whatever has one.
+    """
+
+    findings: tuple[Finding, ...]
+    results: Mapping[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """A strategy file before and after its edits.
+
+    Attributes:
+      path: The file.
+      before: Its text.
+      after: Its text with the edits.
+      strategy: The whole strategy after the edits, or None if it still cannot be read.
+      tried: Its result.
+      refused: Whether more edits were found that would change a result.
+    """
+
+    path: Path
+    before: str
+    after: str
+    strategy: Strategy | None
+    tried: Tried
+    refused: bool
+
+    def report(self, *, dry: bool) -> list[str]:
+        """Return the difference as lines, and what was done."""
+        name = str(self.path)
+        lines = list(
+            difflib.unified_diff(
+                self.before.split("\n"), self.after.split("\n"), name, name, n=1, lineterm=""
+            )
+        )
+        if self.refused:
+            lines.append("not edited further: more edits would change what resolves now")
+        if self.before == self.after:
+            return [*lines, f"{name}: nothing to fix"]
+        return [*lines, f"{name} {'is not written (--dry-run)' if dry else 'is fixed'}"]
+
+
+def add_fix_options(command: argparse.ArgumentParser) -> None:
+    """Add `--fix` and `--dry-run`."""
+    command.add_argument(
+        "--fix",
+        action="store_true",
+        help="first edit the last .toml file of each strategy as its fixes say (needs the extra "
+        "fix)",
+    )
+    command.add_argument(
+        "--dry-run", action="store_true", help="with --fix: show the edits, and write nothing"
+    )
+
+
+def check_fix_options(arguments: argparse.Namespace) -> None:
+    """Refuse options that do not fit `--fix`.
+
+    Raises:
+      StrategyError: They do not.
+    """
+    if arguments.dry_run and not arguments.fix:
+        raise StrategyError("--dry-run is used with --fix, which is not given", fix="add --fix")
+    if arguments.fix and arguments.json:
+        fix = "run --fix first, then --json without it"
+        raise StrategyError("--fix prints a difference, which --json has no place for", fix=fix)
+
+
+def fix_file(
+    text: str, try_with: Callable[[Strategy], Tried], *, devices: int | None, dry: bool
+) -> Fixed:
+    """Edit the last TOML file of a strategy until no finding names another edit.
+
+    Args:
+      text: The strategy, such as `fsdp_tp | mine.toml`.
+      try_with: Checks or plans with a strategy. It may raise what a mesh raises.
+      devices: Number of devices, to which a mesh may be fitted.
+      dry: Whether the file is only read.
+
+    Raises:
+      StrategyError: No file is named, it cannot be read or written, or tomlkit is missing.
+    """
+    from shardwright.strategy.model import Strategy
+
+    names = files.strategy_names(text)
+    at = next((at for at in reversed(range(len(names))) if names[at].endswith(".toml")), None)
+    if at is None:
+        fix = f"copy it first: shardwright presets copy {names[-1]} mine.toml"
+        raise StrategyError(f"--fix edits a .toml file, and {text!r} has none", fix=fix)
+    path = Path(names[at])
+    read_text(path, most=LONGEST_FILE)  # refuses what is no strategy
+    # From bytes, so that line ends stay as they are.
+    before = after = tried_text = path.read_bytes().decode("utf-8-sig")
+    kept: dict[Any, Any] = {}
+    best: tuple[Strategy | None, Tried] | None = None
+    refused = False
+    for _ in range(_ROUNDS):
+        strategy = None
+        mesh_edits: list[Edit] = []
+        try:
+            parts = [
+                Strategy.loads(tried_text, source=path.name, root=path.parent)
+                if number == at
+                else Strategy.read(name)
+                for number, name in enumerate(names)
+            ]
+            strategy = functools.reduce(operator.or_, parts)
+            tried = try_with(strategy)
+        except ShardingError as error:
+            tried = Tried(findings=tuple(map(from_problem, error.problems)), results={})
+            if strategy is not None and isinstance(error, MeshSpecError):
+                mesh_edits = list(_mesh_edits(strategy, devices))
+        refused = any(tried.results.get(key) != result for key, result in kept.items())
+        if refused:
+            break
+        after, best, kept = tried_text, (strategy, tried), {**kept, **tried.results}
+        edits = [*mesh_edits, *_edits(tried.findings, strategy, path.name)]
+        tried_text = functools.reduce(lambda text, edit: edit(text), edits, after)
+        if tried_text == after:
+            break
+    assert best is not None  # the first round keeps nothing that it could change
+    if after != before and not dry:
+        files.write_text(path, after)
+    return Fixed(
+        path=path, before=before, after=after, strategy=best[0], tried=best[1], refused=refused
+    )
+
+
+def _edits(findings: Sequence[Finding], strategy: Strategy | None, file: str) -> Iterator[Edit]:
+    """Yield the edit of each finding that has one, those that depend on line numbers first."""
+    for finding in findings:
+        yield from _rename_edits(finding, file)
+    # Under a policy that resolves conflicts or sizes, a rule's own fallback would take its place.
+    if strategy is None or not _is_strict(strategy):
+        return
+    edits: dict[tuple[Any, ...], Edit] = {}
+    for finding in findings:
+        place = _TABLE.findall(finding.message)
+        added, unruled = _FALLBACK.match(finding.fix), _NO_RULE.match(finding.fix)
+        if added and len(place) == 1:
+            # An entry of [[tensors]] that another file has cannot be overridden from this one.
+            if place[0].startswith("tensors") and f"({file}:" not in finding.message:
+                continue
+            table, key, value = tuple(place[0].split(".")), added[1], added[2]
+        elif finding.code is Code.NO_RULE and unruled:
+            table, key, value = (unruled[1],), unruled[2], "-"
+        else:
+            continue
+        # Two tensors may ask for different fallbacks of one rule. Each ends in "-" and fits both.
+        edits.setdefault((table, key), _setter(table, key, value))
+    yield from edits.values()
+
+
+def _setter(table: tuple[str, ...], key: str, value: str | int) -> Edit:
+    return lambda text: set_value(text, table, key, value)
+
+
+def _rename_edits(finding: Finding, file: str) -> Iterator[Edit]:
+    """Yield the edit of a misspelled axis or mesh axis. Such a file does not load."""
+    source, _, line = finding.source.rpartition(":")
+    meant = _MEANT.match(finding.fix)
+    if source != file or meant is None:
+        return
+    if finding.code is Code.UNKNOWN_AXIS:
+        old = finding.key.rpartition(".")[2]
+    elif finding.code is Code.UNKNOWN_MESH_AXIS and (
+        named := re.match(r"mesh axis '(\w+)' is neither", finding.message)
+    ):
+        old = named[1]
+    else:
+        return
+    yield lambda text: rename(text, int(line), old, meant[1])
+
+
+def _is_strict(strategy: Strategy) -> bool:
+    try:
+        policy = strategy.compile().policy
+    except ShardingError:  # a name is misspelled, and the file has no [mesh] that would show it
+        return False
+    return (
+        policy.conflict is Conflict.ERROR
+        and policy.indivisible is Indivisible.ERROR
+        and policy.missing is Missing.SKIP
+        and policy.order is Order.DIMS
+    )
+
+
+def _mesh_edits(strategy: Strategy, devices: int | None) -> Iterator[Edit]:
+    """Yield the change of one mesh axis with which the mesh divides the number of devices."""
+    sizes = {axis: size for axis, size in strategy.mesh.items() if size != INFER}
+    if devices is None or strategy.dcn or not sizes:
+        return
+    # The largest axis changes, because the others are often 1 on purpose.
+    axis = max(sizes, key=lambda name: sizes[name])
+    others = math.prod(size for name, size in sizes.items() if name != axis)
+    if devices % others:
+        return
+    left = devices // others
+    has_rest = len(sizes) < len(strategy.mesh)
+    yield _setter(("mesh",), axis, math.gcd(sizes[axis], left) if has_rest else left)
