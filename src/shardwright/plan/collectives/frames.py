@@ -16,6 +16,8 @@ _REFERENCE_MODEL = f"{_OWN}interop/hf/model/"
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen ")
 
 
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_SOURCE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"(?: source_line=(\d+))?')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
@@ -48,6 +50,21 @@ def source_lines(lines: list[str]) -> dict[str, str]:
         if shown := _shown_place(callers):
             frames[key] = shown
     return frames
+
+
+def source_of(metadata: str, frames: Mapping[str, str]) -> str:
+    """Return the source line that the metadata of an instruction names, or "".
+
+    Args:
+      metadata: The attribute as text.
+      frames: Source line by stack frame, from `source_lines`.
+    """
+    if match := _FRAME.search(metadata):
+        return frames.get(match[1], "")
+    match = _SOURCE.search(metadata)
+    if match is None:
+        return ""
+    return f"{match[1]}:{match[2]}" if match[2] else match[1]
 
 
 def _shown_place(places: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from shardwright.errors import MeshMismatchError, ProgramError
 from shardwright.mesh.build import mesh_sizes
 from shardwright.plan.collectives.collective import Collective, Kind, ring_bytes
 from shardwright.plan.collectives.element_types import program_type
+from shardwright.plan.collectives.frames import source_of
 from shardwright.plan.collectives.hlo import Computation, Instruction, Module, bytes_of, parse_hlo
 from shardwright.plan.collectives.instructions import (
     CALLING,
@@ -37,8 +38,6 @@ from shardwright.plan.collectives.replica_groups import (
 from shardwright.plan.collectives.trip_counts import Frame, body_frame, called, trip_count
 
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
-_SOURCE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"(?: source_line=(\d+))?')
 
 
 def read_collectives(
@@ -221,7 +220,9 @@ class _Reader:
             yield (
                 whole
                 if whole.op_name
-                else dataclasses.replace(whole, op_name=_op_name(outer), source=self._source(outer))
+                else dataclasses.replace(
+                    whole, op_name=_op_name(outer), source=source_of(outer, self.module.frames)
+                )
             )
 
     def _collective(
@@ -278,7 +279,7 @@ class _Reader:
             wire_bytes=ring_bytes(kind, wire, span.devices),
             name=instruction.name,
             op_name=_op_name(metadata),
-            source=self._source(metadata),
+            source=source_of(metadata, self.module.frames),
         )
 
     def _program_dtype(
@@ -315,14 +316,6 @@ class _Reader:
         )
         groups = parse_groups(text, devices=self.module.partitions)
         return span_of(groups, self.sizes, positions=self.positions)
-
-    def _source(self, metadata: str) -> str:
-        if match := _FRAME.search(metadata):
-            return self.module.frames.get(match[1], "")
-        match = _SOURCE.search(metadata)
-        if match is None:
-            return ""
-        return f"{match[1]}:{match[2]}" if match[2] else match[1]
 
 
 def _product(outer: int | None, inner: int | None) -> int | None:

@@ -98,6 +98,7 @@ class Compiled:
         `temp_size`, `peak_memory`. Empty if the compiler refused the program.
       seconds: Seconds that the compile took.
       refused: The compiler's message if the program needs more memory than the chip has, or "".
+      hlo: Text of the compiled program if it was asked for, else "".
       cached: Whether the result was on disk.
     """
 
@@ -106,6 +107,7 @@ class Compiled:
     memory: Mapping[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     refused: str = ""
+    hlo: str = ""
     cached: bool = False
 
     @property
@@ -164,6 +166,7 @@ def compile_exported(
     timeout: float = TIMEOUT,
     cache: Path | None = None,
     lines: Sequence[str] = (),
+    hlo: bool = False,
 ) -> Compiled:
     """Compile a program in a worker process, or return the result that is on disk.
 
@@ -173,6 +176,7 @@ def compile_exported(
       timeout: Seconds after which the worker is killed.
       cache: Folder of results. Defaults to none.
       lines: Source lines that the result names. If they change, the program is compiled again.
+      hlo: Whether the result has the text of the compiled program.
 
     Raises:
       ProgramError: The worker died or ran out of time, or the compiler cannot compile the program.
@@ -184,6 +188,7 @@ def compile_exported(
         "mesh": exported.mesh,
         "donated": list(exported.donated),
         "specs": exported.specs,
+        **({"hlo": True} if hlo else {}),
     }
     file = None
     if cache is not None:
@@ -202,6 +207,7 @@ def compile_exported(
         memory=result.get("memory", {}),
         seconds=result.get("seconds", 0.0),
         refused=result.get("refused", ""),
+        hlo=result.get("hlo", ""),
         cached=known is not None,
     )
 

@@ -47,7 +47,8 @@ def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any
 
     Args:
       program: The serialized program.
-      request: The platform, topology, options of the topology, mesh, specs, donated and effort.
+      request: The platform, topology, options of the topology, mesh, specs, donated and effort;
+        `hlo` if the text of the compiled program is wanted too.
     """
     exported = jax.export.deserialize(bytearray(program))
     mesh = make_mesh(request)
@@ -75,6 +76,7 @@ def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any
         "seconds": seconds,
         "memory": {name: int(getattr(memory, f"{name}_in_bytes")) for name in _MEMORY},
         "collectives": [each.to_json() for each in read_collectives(compiled, mesh)],
+        **({"hlo": compiled.as_text()} if request.get("hlo") else {}),
     }
 
 
