@@ -116,6 +116,7 @@ if TYPE_CHECKING:
     from shardwright.inference.infer import infer_axes as infer_axes
     from shardwright.lints.catalogue import lint as lint
     from shardwright.plan.search import search as search
+    from shardwright.show.visualize import visualize as visualize
     from shardwright.strategy.model import Strategy as Strategy
     from shardwright.trees.optimizer_state import annotate_state as annotate_state
 
@@ -129,6 +130,7 @@ _ON_DEMAND = {
     "infer_axes": "shardwright.inference.infer",
     "lint": "shardwright.lints.catalogue",
     "search": "shardwright.plan.search",
+    "visualize": "shardwright.show.visualize",
     "annotate_state": "shardwright.trees.optimizer_state",
     "Strategy": "shardwright.strategy.model",
 }

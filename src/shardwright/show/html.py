@@ -57,26 +57,61 @@ def html_table(
     return f"<table {_TABLE}>{table}" if inline else f'<div class="wide"><table>{table}</div>'
 
 
-def grid(cells: Sequence[Sequence[str]], caption: str) -> str:
-    """Return an SVG of cells of text with a caption under it."""
-    rows, columns = len(cells), len(cells[0])
+def grid(
+    cells: Sequence[Sequence[str]],
+    caption: str,
+    *,
+    rows: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    at: tuple[int, int] = (0, 1),
+) -> str:
+    """Return an SVG of cells of text with a caption under it.
+
+    Args:
+      cells: Rows of texts.
+      caption: Text under the picture.
+      rows: Names on the left of the rows. Defaults to none.
+      columns: Names above the columns. Defaults to none.
+      at: Number of this picture, and the number of pictures. Their colors differ.
+    """
+    left, top = _WIDTH if any(rows) else 0, _HEIGHT * 2 // 3 if any(columns) else 0
+    count = len(cells) * len(cells[0])
     # One more unit on each side, for half of the width of a line.
-    width, height = columns * _WIDTH + 2, rows * _HEIGHT + 2
-    shapes = []
-    for row, column in itertools.product(range(rows), range(columns)):
-        x, y = column * _WIDTH + 1, row * _HEIGHT + 1
-        hue = 360 * (row * columns + column) // (rows * columns)  # spread over the whole circle
+    width, height = left + len(cells[0]) * _WIDTH + 2, top + len(cells) * _HEIGHT + 2
+    middle = _HEIGHT // 2 + 4
+    shapes = [
+        *(
+            _text(left - 8, top + row * _HEIGHT + 1 + middle, name, "end")
+            for row, name in enumerate(rows)
+            if name
+        ),
+        *(
+            _text(left + column * _WIDTH + 1 + _WIDTH // 2, top - 6, name)
+            for column, name in enumerate(columns)
+            if name
+        ),
+    ]
+    for row, column in itertools.product(range(len(cells)), range(len(cells[0]))):
+        x, y = left + column * _WIDTH + 1, top + row * _HEIGHT + 1
+        # Spread over the whole circle.
+        hue = 360 * (at[0] * count + row * len(cells[0]) + column) // (at[1] * count)
         shapes.append(
             f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" stroke="currentColor" '
             f'stroke-opacity="0.4" fill="hsl({hue}, 70%, 50%)" fill-opacity="0.25"/>'
-            f'<text x="{x + _WIDTH // 2}" y="{y + _HEIGHT // 2 + 4}" text-anchor="middle" '
-            f'font-size="11" fill="currentColor">{html_text(cells[row][column])}</text>'
+            f"{_text(x + _WIDTH // 2, y + middle, cells[row][column])}"
         )
     return (
         f'<figure style="margin: 6px 0"><svg role="img" aria-label="{html_text(caption)}" '
         f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'style="max-width: 100%" font-family="sans-serif">{"".join(shapes)}</svg>'
         f'<figcaption style="font-size: 0.9em">{html_text(caption)}</figcaption></figure>'
+    )
+
+
+def _text(x: int, y: int, text: str, anchor: str = "middle") -> str:
+    return (
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}" '
+        f'font-size="11" fill="currentColor">{html_text(text)}</text>'
     )
 
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import html
-import itertools
 import math
-from collections.abc import Sequence
 from typing import Any, Final
 
 from shardwright.errors import Problem
 from shardwright.resolution.decisions import DimDecision, Outcome, Resolution, RuleRef
 from shardwright.resolution.partition_specs import UNCONSTRAINED, entry_names, spec_text
-from shardwright.show.html import MOST_CELLS, MOST_DEVICES, grid, html_table, html_text
+from shardwright.show.html import MOST_CELLS, MOST_DEVICES, html_table, html_text
 from shardwright.show.plain import named
 from shardwright.show.tables import remarked_table
+from shardwright.show.visualize import visualize
 from shardwright.vocabulary.axes import EMPTY
 from shardwright.vocabulary.modes import mode_name
 from shardwright.vocabulary.shown import data_of, html_of, text_of
 
-# A cell of the picture lists at most this many device numbers.
-_MOST_NUMBERS: Final = 4
 HEAD: Final = ("dim", "axis", "size", "mesh axes", "rule", "written in", "why")
 
 
@@ -68,7 +65,7 @@ def resolution_html(resolution: Resolution) -> str:
     title = _title(resolution, ": ")
     parts = [f"<div><b>{html_text(title)}</b> → <code>{html_text(spec)}</code></div>"]
     rows = map(row, resolution.decisions)
-    parts += [picture(resolution), html_table(HEAD, rows, inline=True)]
+    parts += [_picture(resolution), html_table(HEAD, rows, inline=True)]
     parts += [f"<div>note: {html_text(note)}</div>" for note in resolution.notes]
     # Not `html_text`, which would turn the line breaks of a problem into escapes.
     parts += [f"<pre>{html.escape(str(problem))}</pre>" for problem in resolution.problems]
@@ -80,79 +77,19 @@ def _title(resolution: Resolution, gap: str) -> str:
     return f"{resolution.path}{gap}{title}" if resolution.path else title
 
 
-def picture(resolution: Resolution) -> str:
+def _picture(resolution: Resolution) -> str:
     """Return an SVG with the numbers of the devices that hold each part, or an empty string.
 
-    Devices are numbered in the order of the mesh, the last mesh axis fastest. There is no picture
-    of a failed resolution, of a mesh with more than 64 devices, or of more than two sharded dims.
+    There is no picture of a failed resolution, of a mesh with more than 64 devices, or of more than
+    two sharded dims. `sw.visualize` draws those.
     """
     sizes = dict(resolution.mesh)
     if resolution.spec is None or not sizes or math.prod(sizes.values()) > MOST_DEVICES:
         return ""
-    sharded = [
-        decision
-        for decision in resolution.decisions
-        # Mesh axes of size 1 cut nothing, so a dim over them alone is drawn whole.
-        if math.prod(sizes.get(axis, 1) for axis in decision.mesh_axes) > 1
-    ]
-    if len(sharded) > 2:
+    drawn = visualize(resolution)
+    if len(drawn.dims) > 2 or max((dim.blocks for dim in drawn.dims), default=1) > MOST_CELLS:
         return ""
-    # A single sharded dim is drawn as columns.
-    directions: list[DimDecision | None] = [*[None] * (2 - len(sharded)), *sharded]
-    rows, columns = directions
-    holders = _holders(sizes, rows, columns)
-    counts = _parts(sizes, rows), _parts(sizes, columns)
-    if max(counts) > MOST_CELLS:
-        return ""
-    cells = [
-        [_numbers(holders[row, column]) for column in range(counts[1])] for row in range(counts[0])
-    ]
-    captions = [
-        f"{name}: {decision.label or f'dim {decision.dim}'}"
-        f"{'' if decision.size is None else f' {decision.size}'}"
-        f" over {'+'.join(decision.mesh_axes)}"
-        for name, decision in (("Rows", rows), ("Columns", columns))
-        if decision is not None
-    ]
-    caption = ". ".join(captions) or "Every device holds all of it"
-    return grid(cells, f"Devices by the part that they hold. {caption}")
-
-
-def _parts(sizes: dict[str, int], decision: DimDecision | None) -> int:
-    axes = () if decision is None else decision.mesh_axes
-    return math.prod(sizes.get(axis, 1) for axis in axes)
-
-
-def _holders(
-    sizes: dict[str, int], rows: DimDecision | None, columns: DimDecision | None
-) -> dict[tuple[int, int], list[int]]:
-    """Return the numbers of the devices that hold each part, by its row and column."""
-    holders: dict[tuple[int, int], list[int]] = {}
-    # The last mesh axis varies fastest, as in `Mesh.devices.flat`.
-    positions = itertools.product(*map(range, sizes.values()))
-    for number, position in enumerate(positions):
-        at = dict(zip(sizes, position, strict=True))
-        part = (_part(at, sizes, rows), _part(at, sizes, columns))
-        holders.setdefault(part, []).append(number)
-    return holders
-
-
-def _part(at: dict[str, int], sizes: dict[str, int], decision: DimDecision | None) -> int:
-    """Return the number of the part of a dim that a device holds. The first mesh axis is major."""
-    index = 0
-    for axis in () if decision is None else decision.mesh_axes:
-        index = index * sizes.get(axis, 1) + at.get(axis, 0)
-    return index
-
-
-def _numbers(devices: Sequence[int]) -> str:
-    """Return numbers of devices in one short line."""
-    if len(devices) <= _MOST_NUMBERS:
-        return ", ".join(map(str, devices))
-    first, last = devices[0], devices[-1]
-    if last - first + 1 == len(devices):
-        return f"{first} to {last}"
-    return f"{first}, {devices[1]}, … {last}"
+    return drawn.plain_html()
 
 
 @data_of.register(Resolution)
