@@ -110,8 +110,8 @@ def _list(arguments: argparse.Namespace) -> None:
 
 def _what(name: str) -> str:
     """Return the first sentence of the file of a preset, which says what the preset is for."""
-    lines = files.preset_text(name).splitlines()
-    # Every preset begins with a comment that says what it is for.
+    # The first line names the schema for editors. The comment after it says what the preset is for.
+    _, *lines = files.preset_text(name).splitlines()
     comment = []
     for line in lines:
         if not line.startswith("#"):
