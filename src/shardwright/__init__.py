@@ -150,6 +150,7 @@ _shown_by(
         "PartitionManager": "shardwright.show.manager",
         "PlanComparison": "shardwright.show.changes",
         "PlanReport": "shardwright.show.plan",
+        "Profile": "shardwright.show.profile",
         "Relayout": "shardwright.show.caches",
         "Report": "shardwright.show.serving",
         "ReshardPlan": "shardwright.show.reshard",

@@ -10,13 +10,16 @@ import os
 import re
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
+
+T = TypeVar("T")
 
 
 def is_array(value: object) -> bool:
@@ -568,3 +571,22 @@ def moves_rows_alone() -> bool:
 def scope(equation: Any) -> str:
     """Return the scopes (`jax.named_scope`) and transformations around an equation as text."""
     return str(equation.source_info.name_stack)
+
+
+def read_profile(file: Path, read: Callable[[Any], T]) -> T:
+    """Return what a function reads from the `jax.profiler.ProfileData` of a file."""
+    with warnings.catch_warnings():
+        # The first use of `event.stats` warns in JAX 0.12, and aborts Python if that is an error.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return read(jax.profiler.ProfileData.from_file(str(file)))
+
+
+def hlo_text(module: bytes) -> str:
+    """Return a serialized `HloModuleProto` as the text that `compiled.as_text()` prints.
+
+    No public function of JAX reads one.
+    """
+    from jax._src import lib
+
+    hlo: Any = getattr(lib, "hlo")  # noqa: B009  its types are not exported
+    return str(hlo.HloModule.from_serialized_hlo_module_proto(module).to_string())

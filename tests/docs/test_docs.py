@@ -39,6 +39,7 @@ LONG = {
         "moe",
         "moving",
         "processes",
+        "profile",
         "search",
         "second-step",
         "serving",

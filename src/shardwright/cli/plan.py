@@ -62,6 +62,24 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "model", metavar="MODEL", help="file.py:function, a config.json, or a file of tensors"
     )
+    add_plan_options(command)
+    _add_tensor_options(command)
+    _add_checks(command)
+    add_verify_options(command)
+    add_fix_options(command)
+    command.add_argument("--html", metavar="FILE", help="also write the plan as one HTML page")
+    command.add_argument(
+        "--rows",
+        type=read_count,
+        metavar="N",
+        help="show only the N largest rows of collectives and of replicated state",
+    )
+    add_output(command)
+    return command
+
+
+def add_plan_options(command: argparse.ArgumentParser) -> None:
+    """Add the options that say under what a model is planned."""
     add_strategy(command, required=True)
     command.add_argument(
         "--mesh", metavar="M", help="such as fsdp:16,tp:4 (default: the strategy's own)"
@@ -81,19 +99,6 @@ def parser() -> argparse.ArgumentParser:
         help="plan only this mode (default: every mode; for a file of tensors: train)",
     )
     add_model_options(command, several=False)
-    _add_tensor_options(command)
-    _add_checks(command)
-    add_verify_options(command)
-    add_fix_options(command)
-    command.add_argument("--html", metavar="FILE", help="also write the plan as one HTML page")
-    command.add_argument(
-        "--rows",
-        type=read_count,
-        metavar="N",
-        help="show only the N largest rows of collectives and of replicated state",
-    )
-    add_output(command)
-    return command
 
 
 def _add_tensor_options(command: argparse.ArgumentParser) -> None:
@@ -143,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
       ShardingError: The question is invalid.
     """
-    topology = _read_topology(arguments)
+    topology = read_topology(arguments)
     check_verify_options(arguments, topology)
     check_fix_options(arguments)
     devices = arguments.devices if topology is None else topology.devices
@@ -181,7 +186,12 @@ def _fix(arguments: argparse.Namespace, devices: int | None, *, is_tensors: bool
     return 1 if checked.fails(strict=False) else 0
 
 
-def _read_topology(arguments: argparse.Namespace) -> Topology | None:
+def read_topology(arguments: argparse.Namespace) -> Topology | None:
+    """Return the slice that the mesh is on, or None.
+
+    Raises:
+      StrategyError: The options do not fit each other.
+    """
     if arguments.topology is None:
         if arguments.hardware is not None:
             raise StrategyError(

@@ -44,7 +44,7 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         arguments.model,
         arguments.mode,
         devices=setting.manager.mesh.size,
-        options=_options(arguments),
+        options=model_options(arguments),
         notes=notes,
     )
     # Before the plans, which take longest.
@@ -123,7 +123,7 @@ def fix_by_programs(arguments: argparse.Namespace, devices: int | None) -> Fixed
             arguments.model,
             arguments.mode,
             devices=setting.manager.mesh.size,
-            options=_options(arguments),
+            options=model_options(arguments),
         )
         findings: list[Finding] = []
         planned = {}
@@ -164,7 +164,7 @@ def _too_large(
     ]
 
 
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the model with their values. Raise an error if one has several."""
     options = read_options(arguments)
     for name, values in options.items():

@@ -1,13 +1,14 @@
 """`PartitionManager`: what a user calls. Each method is one function of this room or of one above.
 
-`plan`, `plan_reshard` and `reshard` import upwards, in their bodies. The rooms above take a
-`Manager`, so these imports make no circle.
+`plan`, `profile`, `plan_reshard` and `reshard` import upwards, in their bodies. The rooms above
+take a `Manager`, so these imports make no circle.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import jax
@@ -34,6 +35,7 @@ from shardwright.vocabulary.shown import html_of
 if TYPE_CHECKING:
     from shardwright.plan.hardware import Topology
     from shardwright.plan.planner import PlanReport
+    from shardwright.plan.profile.result import Profile
     from shardwright.reshard.move import Progress
     from shardwright.reshard.tree import ReshardPlan
 
@@ -550,6 +552,24 @@ class PartitionManager(Manager):
             donated=donated,
             topology=topology,
         )
+
+    def profile(
+        self, trace: str | Path, report: PlanReport, *, program: str | None = None
+    ) -> Profile:
+        """Return what a profile measured, beside the plan of the same program.
+
+        Args:
+          trace: Folder that was passed to `jax.profiler.trace`, or a file `*.xplane.pb`.
+          report: The plan of the program, from `plan`.
+          program: Name of the program, such as `jit_step`. Defaults to the one that took most time.
+
+        Raises:
+          ProgramError: There is no profile, or no such program in it.
+          MeshMismatchError: The program was compiled for another number of devices.
+        """
+        from shardwright.plan.profile.measure import profile_trace
+
+        return profile_trace(trace, report, mesh=self.mesh, program=program)
 
     def plan_reshard(
         self,

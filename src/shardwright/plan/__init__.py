@@ -1,7 +1,7 @@
 """Predict the bytes and collectives of a strategy without a device, and compare strategies.
 
-Code that counts what a tree, a traced program or a compiled program holds and sends belongs here.
-Code that runs a program does not.
+Code that counts what a tree, a traced program or a compiled program holds and sends belongs here,
+and code that puts a profile beside such a plan. Code that runs a program does not.
 """
 
 from shardwright.plan.collectives.by_axis import by_axis as by_axis

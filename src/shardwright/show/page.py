@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from shardwright.plan.fit import Verdict
 from shardwright.plan.planner import PlanReport
+from shardwright.plan.profile.result import Profile
 from shardwright.plan.search.result import SearchReport
 from shardwright.plan.verify.run import Verification
 from shardwright.show.charts import bars, key, spans, stacked_bar
@@ -23,6 +24,16 @@ from shardwright.show.plan import (
     state_row,
     time_rows,
     unsure_lines,
+)
+from shardwright.show.profile import (
+    AXIS_HEAD,
+    LINE_HEAD,
+    OP_HEAD,
+    axis_row,
+    collective_row,
+    difference_lines,
+    line_row,
+    summary_lines,
 )
 from shardwright.show.search import advice_lines, candidate_rows, count_lines
 from shardwright.show.verification import (
@@ -93,6 +104,35 @@ def search_html(searches: Mapping[str, SearchReport], *, title: str = "Search") 
         for mode, report in found.best.reports.items():
             body.append(f"<section><h2>{html_text(mode_name(mode))}: what to use</h2>")
             body += [*_section(report, None), "</section>"]
+    return _page(title, "\n".join(body))
+
+
+def profile_html(profile: Profile, *, title: str = "Profile") -> str:
+    """Return a profile beside its plan as one HTML page.
+
+    Args:
+      profile: The profile.
+      title: Title of the page, such as the model's name.
+    """
+    body = [f"<p>{html_text(line)}</p>" for line in summary_lines(profile)]
+    parts = {"compute": profile.compute, "exposed": profile.exposed, "idle": profile.idle}
+    body.append(bars(parts, seconds_text, label="time of one device in one run"))
+    axes = {f"{row[0]} over {row[1]}": axis for axis in profile.axes for row in [axis_row(axis)]}
+    if axes:
+        body.append("<h3>Exposed time of collectives, by semantic axis</h3>")
+        exposed = {name: axis.exposed for name, axis in axes.items()}
+        body.append(bars(exposed, seconds_text, label="exposed time by semantic axis"))
+    for name, head, rows, numbers in (
+        ("By semantic axis", AXIS_HEAD, [*map(axis_row, profile.axes)], (2, 3, 4, 5, 6)),
+        ("Collectives", OP_HEAD, [*map(collective_row, profile.collectives)], (0, 4, 5, 6)),
+        ("Compute", LINE_HEAD, [line_row(each, profile) for each in profile.lines], (0, 1, 2)),
+    ):
+        if rows:
+            code = (len(head) - 1,) if head[-1] == "where" else ()
+            body += [f"<h3>{name}</h3>", html_table(head, rows, numbers=numbers, code=code)]
+    differences = "".join(f"<li>{html_text(line)}</li>" for line in difference_lines(profile))
+    if differences:
+        body.append(f"<h3>Beside the plan</h3><ul>{differences}</ul>")
     return _page(title, "\n".join(body))
 
 

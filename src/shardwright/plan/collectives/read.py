@@ -53,7 +53,7 @@ def read_collectives(
     not visible.
 
     Args:
-      program: `jitted.lower(...).compile()`, or its text.
+      program: `jitted.lower(...).compile()`, or its text, or the result of `parse_hlo`.
       mesh: Mesh that it was compiled for. For several TPU slices this must be a `Mesh`, since only
         devices have the index of their slice.
       trips: Trip count of loops whose end depends on data. By default, their collectives have
@@ -67,7 +67,9 @@ def read_collectives(
 
     >>> read_collectives(jax.jit(f).lower(x).compile(), mesh)  # doctest: +SKIP
     """
-    module = parse_hlo(program if isinstance(program, str) else program.as_text())
+    if not isinstance(program, Module):
+        program = parse_hlo(program if isinstance(program, str) else program.as_text())
+    module = program
     reader = _Reader.make(module, mesh, trips, dict(dtypes or {}))
     entry = Frame(computation=module.entry)
     collectives = tuple(

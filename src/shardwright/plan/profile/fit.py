@@ -1,0 +1,58 @@
+"""Write the rates that a profile measured as a file for `--hardware`."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Final
+
+from shardwright.errors import StrategyError
+from shardwright.plan.profile.result import Profile
+
+# A collective that sends less may take as long as the latency of its hops.
+_LEAST_BYTES: Final = 2**20
+
+
+def fitted_chip(profile: Profile) -> str:
+    """Return the measured rates of the chip as TOML: of matmuls, and of the links.
+
+    The file has only what the profile measured; the package has the other values. Links are fitted
+    by collectives that send at least 1 MiB per run inside a slice.
+
+    Raises:
+      StrategyError: The plan has no slice, or the profile measured no rate.
+    """
+    layout = profile.report.layout
+    if layout is None:
+        raise StrategyError(
+            "a plan without a slice has no chip to fit", fix="plan with a topology, such as v5e:2x4"
+        )
+    chip = layout.topology.chip
+    cells: dict[str, dict[str, float]] = {}
+    if profile.flops_rate is not None:
+        cells["bf16_tflops"] = {"value": profile.flops_rate * chip.devices / 1e12}
+    sent: dict[tuple[str, ...], tuple[int, float]] = {}
+    for each in profile.collectives:
+        axes = each.collective.mesh_axes
+        if each.collective.wire_bytes >= _LEAST_BYTES and layout.slices_of(axes) == 1:
+            size, seconds = sent.get(axes, (0, 0.0))
+            sent[axes] = size + each.total_wire_bytes, seconds + each.fastest
+    links = [
+        # All links of the mesh axes send at the same time.
+        size / seconds / layout.rates(axes)[1] * chip.link_rates[1] * chip.devices / 1e9
+        for axes, (size, seconds) in sent.items()
+        if seconds and layout.rates(axes)[1]
+    ]
+    if links:
+        cells["link_gbps"] = {"low": min(links), "high": max(links)}
+    if not cells:
+        raise StrategyError(
+            "the profile has no matmuls of the plan, and no collective of 1 MiB or more",
+            fix="record a larger program",
+        )
+    source = f"profile of {profile.program}, {profile.runs} runs on {layout.topology}"
+    date = dt.datetime.now(dt.UTC).date().isoformat()
+    lines = [f"[{chip.name}]"]
+    for key, numbers in cells.items():
+        values = "".join(f"{name} = {value:.4g}, " for name, value in numbers.items())
+        lines.append(f'{key} = {{ {values}source = "{source}", date = "{date}" }}')
+    return "\n".join(lines) + "\n"
