@@ -167,9 +167,7 @@ def compare(name: str, facts: Mapping[str, Any]) -> Comparison:
     """Plan a published mesh, search on the same slice, and return both."""
     topology = parse_topology(facts["topology"], read_hardware())
     program = training(facts, devices=topology.devices)
-    plans = [_plan(preset, facts["mesh"], program, topology) for preset in PRESETS]
-    # Published rules shard the residual in another way. The better preset is used in their place.
-    published = min(plans, key=lambda each: (each.verdict == "does not fit", seconds_of(each)))
+    published = plan_published(facts["mesh"], program, topology)
     start = time.process_time()
     found = sw.search(
         program,
@@ -199,6 +197,15 @@ def compile_both(name: str, facts: Mapping[str, Any], compared: Comparison) -> C
     return Compiled(name=name, published=published, found=found)
 
 
+def plan_published(mesh: Mapping[str, int], program: Program, topology: Topology) -> PlanReport:
+    """Return the plan of a published mesh under the better preset.
+
+    Published rules shard the residual in another way. A preset is used in their place.
+    """
+    plans = [_plan(preset, mesh, program, topology) for preset in PRESETS]
+    return min(plans, key=lambda each: (each.verdict == "does not fit", seconds_of(each)))
+
+
 def _manager(preset: str, mesh: Mapping[str, int]) -> sw.PartitionManager:
     strategy = sw.Strategy.preset(preset)
     sizes = {axis: mesh.get(axis, 1) for axis in strategy.mesh}
@@ -225,7 +232,7 @@ def training(facts: Mapping[str, Any], *, devices: int) -> Program:
         embed=model["embed"],
         heads=model["heads"],
         kv_heads=model["kv_heads"],
-        head_dim=128,
+        head_dim=model.get("head_dim", 128),
         dtypes=DTYPES,
     )
     mlp = MlpConfig(embed=model["embed"], hidden=model["mlp"], dtypes=DTYPES)
@@ -238,7 +245,7 @@ def training(facts: Mapping[str, Any], *, devices: int) -> Program:
         longest=facts["length"],
         dtypes=DTYPES,
     )
-    batch = facts["batch_per_device"] * devices
+    batch = facts.get("batch") or facts["batch_per_device"] * devices
     made = programs(sizes, batch=batch, length=facts["length"], remat=facts["planned"])
     return made["train"]
 

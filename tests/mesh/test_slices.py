@@ -100,6 +100,13 @@ def test_model_axes_do_not_cross_slices(text: str) -> None:
     )
 
 
+def test_data_axes_cross_slices_together() -> None:
+    grid = arrange_devices(parse_mesh("dp:2,fsdp:2,tp:4"), sliced(4, 4))
+    slices = np.vectorize(lambda device: device.slice_index)(grid)
+    assert slices[:, :, 0].tolist() == [[0, 1], [2, 3]]
+    assert (slices == slices[:, :, :1]).all()
+
+
 def test_tensor_axis_crosses_slices_with_dcn() -> None:
     assert ids(arrange_devices(parse_mesh("dcn.tp:2,tp:8"), sliced(2, 4))) == list(range(8))
 

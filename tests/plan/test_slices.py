@@ -171,7 +171,7 @@ def test_compiled_time_over_slices() -> None:
     found = Verification(report=report, compiled=compiled, traffic=traffic)
     assert report.time is not None
     between = report.slice_bytes / TWO.chip.dcn_rate
-    assert between < compiled_seconds(found) < report.time.high  # which counts hops too
+    assert between < compiled_seconds(found) == pytest.approx(report.time.high)
 
 
 def test_files_of_a_search_over_slices_have_dcn(

@@ -12,7 +12,8 @@ import shardwright as sw
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.layout import lay_out
-from shardwright.plan.time import SecondsRange, estimate_time
+from shardwright.plan.links import SecondsRange
+from shardwright.plan.time import estimate_time
 from shardwright.plan.walk.entries import Peak
 from shardwright.plan.walk.events import Event, Walked, Work
 

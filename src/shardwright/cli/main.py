@@ -33,7 +33,7 @@ COMMANDS: dict[str, str] = {
     "plan": "show what a model holds on each device, and what it sends",
     "profile": "show what a program took on its devices, beside its plan",
     "prove": "say whether two programs are compiled to the same partitioned program",
-    "search": "find meshes and strategies for a model on a slice of TPUs",
+    "search": "find meshes and strategies for a model on TPUs or GPUs",
     "infer": "infer the axes of a model that nobody annotated",
     "import": "write a strategy from rules of MaxText, levanter or another library",
     "presets": "list, show or copy the strategies of the package",

@@ -88,7 +88,7 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
         "--devices", type=read_count, metavar="N", help="number of devices, if a mesh has a -1"
     )
     command.add_argument(
-        "--topology", metavar="T", help="the slice that the mesh is on, such as v5p:4x4x4"
+        "--topology", metavar="T", help="what the mesh is on: v5p:4x4x4, or 16xh100:8"
     )
     command.add_argument(
         "--hardware", metavar="FILE", help="a .toml file that adds chips, or replaces their values"

@@ -179,7 +179,8 @@ def what_holds(state: StateBytes, topology: Topology | None) -> str:
     needed = state.of().total
     slice_ = smallest_slice(topology.chip, needed)
     if slice_:
-        smallest = f"the smallest slice that can hold it is {slice_}"
+        smallest = f"the smallest {'cluster' if slice_.chip.domain else 'slice'} that can hold it "
+        smallest += f"is {slice_}"
     else:
         smallest = f"no slice of {topology.chip.name} can hold it"
     return f": one copy of the state is {bytes_text(needed)}, and {smallest}"

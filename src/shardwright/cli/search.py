@@ -69,7 +69,10 @@ def parser() -> argparse.ArgumentParser:
         "the modes)",
     )
     command.add_argument(
-        "--topology", required=True, metavar="T", help="the slice, such as v5p:4x4x4"
+        "--topology",
+        required=True,
+        metavar="T",
+        help="v5p:4x4x4, or 16xh100:8 for hosts of GPUs",
     )
     command.add_argument(
         "--hardware", metavar="FILE", help="a .toml file that adds chips, or replaces their values"

@@ -532,8 +532,8 @@ class PartitionManager(Manager):
             others are inputs.
           donated: Position, or positions, of the arguments whose memory the program may overwrite,
             as in `jax.jit(donate_argnums=)`. Defaults to none.
-          topology: The slice that the mesh is on, such as `v5p:4x4x4`. By default the report has no
-            times and no verdict.
+          topology: What the mesh is on: a slice, `v5p:4x4x4`, or hosts of GPUs, `16xh100:8`. By
+            default the report has no times and no verdict.
 
         Raises:
           ShardingError: An annotation does not resolve.

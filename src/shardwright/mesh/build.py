@@ -354,11 +354,19 @@ def default_dcn(spec: MeshSpec, count: int) -> tuple[int, ...]:
     for axis in _SLICE_AXES:
         if sizes.get(axis, 1) % count == 0:
             return tuple(count if name == axis else 1 for name in spec.names)
-    what = f"mesh {spec} over {count} slices: none of {', '.join(_SLICE_AXES)} has a size that "
+    # No axis alone: dp:4,fsdp:4 over 16 hosts. The outermost axis takes as many as it can.
+    parts, rest = dict.fromkeys(spec.names, 1), count
+    for axis in _SLICE_AXES:
+        part = math.gcd(sizes.get(axis, 1), rest)
+        parts |= {axis: part} if axis in sizes else {}
+        rest //= part
+    if rest == 1:
+        return tuple(parts.values())
+    what = f"mesh {spec} over {count} slices: the product of {', '.join(_SLICE_AXES)} is "
     rule = "tensor, sequence and expert axes cross slices only if dcn names them: "
     fix = f"make dp or fsdp a multiple of {count}, or write which axis crosses, as in "
     raise MeshSpecError(
-        f"{what}{count} divides",
+        f"{what}not a multiple of {count}",
         rule=f"{rule}the network between slices is slow",
         fix=f"{fix}dcn={{{spec.names[0]!r}: {count}}}",
     )

@@ -11,7 +11,7 @@ from shardwright.errors import ShardingError
 from shardwright.manager.core import Manager
 from shardwright.mesh.build import abstract_mesh, mesh_axis_types, mesh_sizes
 from shardwright.plan.fit import Verdict
-from shardwright.plan.hardware import Topology
+from shardwright.plan.hardware import Topology, all_topologies
 from shardwright.plan.layout import lay_out
 from shardwright.plan.planner import Program, price, program_state, trace_program
 from shardwright.vocabulary.axes import STANDARD_MESH_AXES
@@ -52,9 +52,10 @@ def find_other_mesh(program: Program, manager: Manager, topology: Topology) -> F
       topology: The slice.
 
     Returns:
-      None if the program does not fit on any mesh that was tried, or if it is on several slices.
+      None if the program does not fit on any mesh that was tried, or if the strategy says which
+      mesh axes cross slices.
     """
-    if topology.slices > 1:
+    if topology.crossing:
         return None
     traced = trace_program(manager, program, topology)  # its arguments are those under every mesh
     meshes: list[tuple[int, dict[str, int]]] = []
@@ -86,9 +87,10 @@ def find_larger_mesh(
       held: Bytes of one copy of its state. Slices with less memory are not tried.
 
     Returns:
-      None if the program does not fit on any slice that was tried, or if it is on several slices.
+      None if the program does not fit on any slice that was tried, or if the strategy says which
+      mesh axes cross slices.
     """
-    if topology.slices > 1:
+    if topology.crossing:
         return None
     return _first_fitting(program, manager, _larger(mesh_sizes(manager.mesh), topology, held))
 
@@ -138,7 +140,7 @@ def _larger(sizes: Mapping[str, int], topology: Topology, held: int) -> Iterator
     largest = max(sizes, key=lambda axis: sizes[axis])
     others = math.prod(size for axis, size in sizes.items() if axis != largest)
     slices = sorted(
-        (Topology(chip=chip, shape=shape) for shape in chip.slices()),
+        all_topologies(chip),
         # Of slices with as many devices, the most compact one is tried.
         key=lambda each: (each.devices, max(each.shape), each.shape),
     )

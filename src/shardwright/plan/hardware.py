@@ -1,4 +1,4 @@
-"""Read chips and slices: their rates, usable memory and shapes.
+"""Read chips, slices of TPUs and domains of GPUs: their rates, usable memory and shapes.
 
 The values are in `hardware.toml`, each with its source and date. A file of the user can replace
 them.
@@ -21,9 +21,46 @@ from shardwright.errors import MeshSpecError, Problem, StrategyError, did_you_me
 SliceShape = tuple[int, ...]
 
 _CELLS: Final = ("bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps")
-_NUMBERS: Final = ("dims", "devices_per_chip", "cube", "longest", "most_chips", "wraps")
-_OPTIONAL: Final = ("dcn_gbps",)
-_KEYS: Final = (*_NUMBERS, "shapes", *_CELLS, *_OPTIONAL)
+# Rates of matmuls in other types. A type without a rate has that of bfloat16.
+_TYPES: Final = ("fp8_tflops", "f32_tflops")
+_NETWORKS: Final = ("infiniband_gbps", "roce_gbps", "efa_gbps", "tcpx_gbps", "tcpxo_gbps")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Keys:
+    """The keys of a table of `hardware.toml`.
+
+    Attributes:
+      numbers: Positive integers.
+      flags: Booleans.
+      lists: Lists of shapes.
+      cells: Tables with a value, a source and a date.
+      optional: Such tables that may be absent.
+    """
+
+    numbers: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    cells: tuple[str, ...] = _CELLS
+    optional: tuple[str, ...]
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The keys that a table must have."""
+        return (*self.numbers, *self.flags, *self.lists, *self.cells)
+
+
+_SLICES: Final = _Keys(
+    numbers=("dims", "devices_per_chip", "cube", "longest", "most_chips", "wraps"),
+    lists=("shapes",),
+    optional=("dcn_gbps", *_TYPES),
+)
+_DOMAINS: Final = _Keys(
+    numbers=("domain", "links"),
+    flags=("nvlink", "switched", "switch_sums"),
+    cells=(*_CELLS, "pool_share", "workspace_mib"),
+    optional=(*_TYPES, *_NETWORKS, "host_gbps"),
+)
 # Names of slices in Google Cloud, such as v5litepod-16. Some of them count the cores of the chips,
 # which are two per chip: https://cloud.google.com/tpu/docs/supported-tpu-configurations
 _CLOUD_NAME: Final = re.compile(r"([A-Za-z0-9]+)-([0-9]{1,6})")
@@ -31,8 +68,9 @@ _CLOUD_CHIPS: Final = {"v5litepod": "v5e"}
 _COUNTED_IN_CORES: Final = frozenset({"v4", "v5p"})
 _NEAREST = 3  # number of slices that an error proposes
 _TOPOLOGY = re.compile(
-    r"(?:([0-9]{1,4})x)?([A-Za-z][A-Za-z0-9_-]*):([0-9]{1,4}(?:x[0-9]{1,4}){0,3})"
+    r"(?:([0-9]{1,4})x)?([A-Za-z][A-Za-z0-9_-]*):([0-9]{1,4}(?:x[0-9]{1,4}){0,3})(?:@([a-z]+))?"
 )
+_MOST_DOMAINS: Final = 4096  # domains that are tried to hold a program
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +88,23 @@ class Chip:
       most_chips: Number of chips of the largest slice.
       wraps: A side is a ring if its length is a multiple of this number.
       flops: bfloat16 operations per second of one device, at peak.
+      fp8_flops: The same for float8.
+      f32_flops: The same for float32, at JAX's default precision.
       hbm_bytes: Bytes of memory that a program may use on one device.
       hbm_rate: Bytes per second that one device reads or writes in its memory.
       link_rates: Lowest and highest bytes per second of one link in one direction, per device.
-      dcn_rate: Bytes per second that one device sends to other slices; 0 if that is not known.
+      dcn_rate: Bytes per second that one device sends to other slices or domains; 0 if that is not
+        known.
       sources: Key of `hardware.toml` -> source and date of its value.
+      domain: Largest number of GPUs that NVLink, Infinity Fabric or PCIe joins. 0 for TPUs.
+      links: Links of one device inside a domain.
+      nvlink: Whether the links of a domain are faster than PCIe.
+      switched: Whether a switch gives each pair of devices all links.
+      switch_sums: Whether the switch adds up all-reduces inside a domain (NVLink SHARP).
+      pool_share: Share of the device's memory in `hbm_bytes`: the pool that JAX allocates.
+      workspace: Bytes of the pool that XLA gives to cuBLAS.
+      networks: Network between domains -> bytes per second that one device sends over it.
+      host_rate: Bytes per second between a device and its host, one way; 0 if that is not known.
     """
 
     name: str
@@ -66,14 +116,25 @@ class Chip:
     most_chips: int
     wraps: int
     flops: float
+    fp8_flops: float
+    f32_flops: float
     hbm_bytes: int
     hbm_rate: float
     link_rates: tuple[float, float]
     dcn_rate: float
     sources: Mapping[str, str]
+    domain: int = 0
+    links: int = 1
+    nvlink: bool = False
+    switched: bool = False
+    switch_sums: bool = False
+    pool_share: float = 1.0
+    workspace: int = 0
+    networks: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    host_rate: float = 0.0
 
     def slices(self) -> Iterator[SliceShape]:
-        """Yield the shapes of all slices."""
+        """Yield the shapes of all slices. For GPUs, yield each number of devices of a domain."""
         yield from self.shapes
         if not self.cube:
             return
@@ -86,20 +147,22 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """A slice of chips.
+    """Slices of TPUs, or domains of GPUs.
 
     Attributes:
       chip: Kind of the chips.
-      shape: Chips along each side.
-      slices: Number of such slices.
+      shape: Chips along each side; for GPUs, the number of devices in a domain.
+      slices: Number of such slices or domains.
       crossing: The part of each mesh axis that crosses slices, as `dcn` of a mesh. Empty means that
         the slices split the first of pp, dp and fsdp that they can.
+      network: Name of the network between domains, if the text of the topology gives one.
     """
 
     chip: Chip
     shape: SliceShape
     slices: int = 1
     crossing: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    network: str = ""
 
     @property
     def devices(self) -> int:
@@ -108,12 +171,19 @@ class Topology:
 
     @property
     def platform(self) -> str:
-        """The platform whose kernels run on the chips. All chips are TPUs."""
-        return "tpu"
+        """The platform whose kernels run on the chips, `tpu` or `gpu`."""
+        return "gpu" if self.chip.domain else "tpu"
+
+    @property
+    def group(self) -> str:
+        """The word for devices that fast links join: `slice` of TPUs, `domain` of GPUs."""
+        return "domain" if self.chip.domain else "slice"
 
     @property
     def sides(self) -> dict[str, int]:
         """Length of each physical axis: x, y, z, and `core` if a chip is several devices."""
+        if self.chip.domain:
+            return {"gpus": self.shape[0]}
         sides = dict(zip("xyzw", self.shape, strict=False))
         return sides if self.chip.devices == 1 else {**sides, "core": self.chip.devices}
 
@@ -121,11 +191,14 @@ class Topology:
         """Tell whether the links along a side wrap around. In a 3D slice, all sides do or none."""
         # Optical switches join the faces of 4x4x4 cubes. Smaller 3D slices have no rings.
         lengths = self.shape if len(self.shape) > 2 else (self.sides[side],)
+        if self.chip.domain:
+            return False
         return side != "core" and all(length % self.chip.wraps == 0 for length in lengths)
 
     def __str__(self) -> str:
         count = "" if self.slices == 1 else f"{self.slices}x"
-        return f"{count}{self.chip.name}:{'x'.join(map(str, self.shape))}"
+        network = f"@{self.network}" if self.network else ""
+        return f"{count}{self.chip.name}:{'x'.join(map(str, self.shape))}{network}"
 
 
 def read_hardware(overlay: str | None = None) -> dict[str, Chip]:
@@ -177,16 +250,25 @@ def _read_overlay(name: str) -> dict[str, Any]:
     return data
 
 
+def _keys(cells: Mapping[str, Any]) -> _Keys:
+    return _DOMAINS if "domain" in cells else _SLICES
+
+
 def _faults(cells: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield (key, what, fix) for each fault of one chip."""
+    keys = _keys(cells)
+    known = (*keys.required, *keys.optional)
     for key in cells:
-        if key not in _KEYS:
-            yield key, "is unknown", did_you_mean(key, _KEYS) or f"keys are {', '.join(_KEYS)}"
-    missing = [key for key in _KEYS if key not in cells and key not in _OPTIONAL]
+        if key not in known:
+            yield key, "is unknown", did_you_mean(key, known) or f"keys are {', '.join(known)}"
+    missing = [key for key in keys.required if key not in cells]
     if missing:
         fix = "a new chip needs every key; the page on plans has an example that explains them"
         yield "", f"lacks {', '.join(missing)}", fix
-    for key in _NUMBERS:
+    for key in keys.flags:
+        if type(cells.get(key, True)) is not bool:
+            yield key, f"{cells[key]!r} is not true or false", f"write {key} = true"
+    for key in keys.numbers:
         value = cells.get(key, 1)
         # `isinstance` would take True for an integer. `cube` may be 0, if all slices are listed.
         if type(value) is not int or value < (key != "cube"):
@@ -197,7 +279,7 @@ def _faults(cells: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         for text in shapes
     ):
         yield "shapes", f"{shapes!r} is not a list of shapes", 'write shapes = ["2x2", "2x4"]'
-    for key in (*_CELLS, *_OPTIONAL):
+    for key in (*keys.cells, *keys.optional):
         if key not in cells:
             continue
         numbers = ("low", "high") if key == "link_gbps" else ("value",)
@@ -217,29 +299,53 @@ def _faults(cells: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _chip(name: str, cells: Mapping[str, Any]) -> Chip:
-    devices = cells["devices_per_chip"]
+    keys = _keys(cells)
+    devices = cells.get("devices_per_chip", 1)
     link = cells["link_gbps"]
+
+    def rate(key: str, scale: float, default: float = 0.0) -> float:
+        """Return the rate of a device. The file has those of a chip."""
+        return cells[key]["value"] * scale / devices if key in cells else default
+
+    flops = rate("bf16_tflops", 1e12)
+    share = cells.get("pool_share", {"value": 1.0})["value"]
+    # Memory is in GiB, of 2**30 bytes, and rates are in GB/s, of 10**9, as vendors state them.
+    networks = {key.removesuffix("_gbps"): rate(key, 1e9) for key in cells if key in _NETWORKS}
+    # A domain is one side, of any length up to its size.
+    most = cells.get("domain", 0)
+    shapes = cells.get("shapes", [str(count) for count in range(1, most + 1)])
     return Chip(
         name=name,
-        dims=cells["dims"],
+        dims=cells.get("dims", 1),
         devices=devices,
-        shapes=tuple(_sides(text) for text in cells["shapes"]),
-        cube=cells["cube"],
-        longest=cells["longest"],
-        most_chips=cells["most_chips"],
-        wraps=cells["wraps"],
-        # The file has the rates of a chip, and the memory of a device.
-        flops=cells["bf16_tflops"]["value"] * 1e12 / devices,
-        # Memory is in GiB, of 2**30 bytes, and rates are in GB/s, of 10**9, as vendors state them.
-        hbm_bytes=int(cells["hbm_gib"]["value"] * 2**30),
-        hbm_rate=cells["hbm_gbps"]["value"] * 1e9 / devices,
+        shapes=tuple(_sides(text) for text in shapes),
+        cube=cells.get("cube", 0),
+        longest=cells.get("longest", most),
+        most_chips=cells.get("most_chips", most),
+        wraps=cells.get("wraps", 1),
+        flops=flops,
+        fp8_flops=rate("fp8_tflops", 1e12, flops),
+        f32_flops=rate("f32_tflops", 1e12, flops),
+        # The file has the memory of a device.
+        hbm_bytes=int(cells["hbm_gib"]["value"] * share * 2**30),
+        hbm_rate=rate("hbm_gbps", 1e9),
         link_rates=(link["low"] * 1e9 / devices, link["high"] * 1e9 / devices),
-        dcn_rate=cells.get("dcn_gbps", {"value": 0})["value"] * 1e9 / devices,
+        # The first network of the table is the default.
+        dcn_rate=next(iter(networks.values()), rate("dcn_gbps", 1e9)),
         sources={
             key: f"{cells[key]['source']}, {cells[key]['date']}"
-            for key in (*_CELLS, *_OPTIONAL)
+            for key in (*keys.cells, *keys.optional)
             if key in cells
         },
+        domain=most,
+        links=cells.get("links", 1),
+        nvlink=cells.get("nvlink", False),
+        switched=cells.get("switched", False),
+        switch_sums=cells.get("switch_sums", False),
+        pool_share=share,
+        workspace=int(cells.get("workspace_mib", {"value": 0})["value"] * 2**20),
+        networks=networks,
+        host_rate=rate("host_gbps", 1e9),
     )
 
 
@@ -258,7 +364,8 @@ def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
         raise MeshSpecError(
             f"{text!r:.80} is not a topology",
             fix=_shapes_of_name(text.strip(), hardware)
-            or "write a chip and its slice: v5p:4x4x4, or 2xv5p:4x4x4 for two slices",
+            or "write a chip and its slice: v5p:4x4x4, or 2xv5p:4x4x4 for two slices; for GPUs, "
+            "the hosts and the GPUs of each: 16xh100:8",
         )
     chip = hardware.get(match[2])
     if chip is None:
@@ -267,6 +374,11 @@ def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
         raise MeshSpecError(f"no chip {match[2]!r}", fix=f"{hint} {known}".strip())
     shape = _sides(match[3])
     slices = list(chip.slices())
+    if chip.domain and shape not in slices:
+        raise MeshSpecError(
+            f"{chip.name} has domains of at most {chip.domain} GPUs, got {match[3]}",
+            fix=f"write the number of domains first: 2x{chip.name}:{chip.domain}",
+        )
     if shape not in slices:
         nearest = sorted(slices, key=lambda known: _distance(known, shape))[:_NEAREST]
         names = ", ".join("x".join(map(str, known)) for known in nearest)
@@ -276,12 +388,22 @@ def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
     count = int(match[1] or 1)
     if count < 1:
         raise MeshSpecError(f"{text!r:.80} has no slice", fix=f"write 2x{match[2]}:{match[3]}")
-    if count > 1 and not chip.dcn_rate:
+    network = match[4] or ""
+    if network and network not in chip.networks:
+        known = ", ".join(chip.networks) or "none"
         raise MeshSpecError(
-            f"the rate between slices of {chip.name} is not known",
-            fix=f"give [{chip.name}] a dcn_gbps in a file of --hardware, or plan one slice",
+            f"{chip.name} has no network {network!r}", fix=f"its networks are {known}"
         )
-    return Topology(chip=chip, shape=shape, slices=count)
+    if network:
+        chip = dataclasses.replace(chip, dcn_rate=chip.networks[network])
+    if count > 1 and not chip.dcn_rate:
+        key = _NETWORKS[0] if chip.domain else "dcn_gbps"
+        group = "domain" if chip.domain else "slice"
+        raise MeshSpecError(
+            f"the rate between {group}s of {chip.name} is not known",
+            fix=f"give [{chip.name}] a {key} in a file of --hardware, or plan one {group}",
+        )
+    return Topology(chip=chip, shape=shape, slices=count, network=network)
 
 
 def _shapes_of_name(text: str, hardware: Mapping[str, Chip]) -> str:
@@ -300,14 +422,24 @@ def _shapes_of_name(text: str, hardware: Mapping[str, Chip]) -> str:
 
 
 def smallest_slice(chip: Chip, needed: int) -> Topology | None:
-    """Return the slice with the fewest devices whose usable memory holds `needed` bytes.
+    """Return the slice or domains with the fewest devices whose memory holds `needed` bytes.
 
     Returns:
       None if the largest slice is too small.
     """
-    slices = [Topology(chip=chip, shape=shape) for shape in chip.slices()]
-    large = [each for each in slices if each.devices * chip.hbm_bytes >= needed]
+    large = [each for each in all_topologies(chip) if each.devices * chip.hbm_bytes >= needed]
     return min(large, key=lambda each: (each.devices, each.shape), default=None)
+
+
+def all_topologies(chip: Chip) -> Iterator[Topology]:
+    """Yield all slices of a chip; for GPUs, the parts of a domain, then 2, 4, 8... domains."""
+    for shape in chip.slices():
+        if not chip.domain or chip.domain % shape[0] == 0:
+            yield Topology(chip=chip, shape=shape)
+    count = 2
+    while chip.domain and chip.dcn_rate and count <= _MOST_DOMAINS:
+        yield Topology(chip=chip, shape=(chip.domain,), slices=count)
+        count *= 2
 
 
 def _distance(known: SliceShape, wanted: SliceShape) -> tuple[float, int]:

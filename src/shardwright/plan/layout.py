@@ -1,9 +1,11 @@
 """Assign the axes of a mesh to the links of a slice, and compute the rate of each mesh axis.
 
-The assignment is that of `jax.experimental.mesh_utils.create_device_mesh`: the last mesh axis is
-assigned first, to as many whole physical axes as its size allows. If whole axes do not fit every
-mesh axis, all mesh axes are assigned anew, to whole physical axes and parts of them. A part is not
-a ring.
+On TPUs, the assignment is that of `jax.experimental.mesh_utils.create_device_mesh`: the last mesh
+axis is assigned first, to as many whole physical axes as its size allows. If whole axes do not fit
+every mesh axis, all mesh axes are assigned anew, to whole physical axes and parts of them. A part
+is not a ring.
+
+The GPUs of a domain have one physical axis, and are all equally near. A domain counts as a slice.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class AxisPart:
     """A physical axis, or a part of one, that a mesh axis covers.
 
     Attributes:
-      side: x, y, z or core.
+      side: x, y, z or core; `gpus` in a domain of GPUs.
       size: Devices along it.
       whole: Whether it is the whole physical axis.
       ring: Whether its links wrap around.
@@ -53,12 +55,12 @@ class AxisPart:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The assignment of a mesh to a slice.
+    """The assignment of a mesh to slices of TPUs, or to domains of GPUs.
 
     Attributes:
-      topology: The slice.
+      topology: The slices or domains.
       parts: Mesh axis -> the parts that it covers. A mesh axis of size 1 has none.
-      crossing: Mesh axis -> the number of slices that it crosses, if more than one.
+      crossing: Mesh axis -> the number of slices or domains that it crosses, if more than one.
     """
 
     topology: Topology
@@ -66,8 +68,12 @@ class Layout:
     crossing: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def slices_of(self, mesh_axes: Iterable[str]) -> int:
-        """Return the number of slices that mesh axes cross together."""
+        """Return the number of slices or domains that mesh axes cross together."""
         return math.prod(self.crossing.get(axis, 1) for axis in mesh_axes)
+
+    def devices_inside(self, mesh_axes: Iterable[str]) -> int:
+        """Return the number of devices of mesh axes inside one slice or domain."""
+        return math.prod(part.size for axis in mesh_axes for part in self.parts.get(axis, ()))
 
     def bytes_between_slices(self, kind: Kind, mesh_axes: Sequence[str], logical_bytes: int) -> int:
         """Return the bytes that one device sends to other slices in one run of a collective.
@@ -79,8 +85,7 @@ class Layout:
             return 0
         whole = logical_bytes
         if kind in _SHARED:
-            inner = math.prod(part.size for axis in mesh_axes for part in self.parts.get(axis, ()))
-            whole = -(-whole // inner)
+            whole = -(-whole // self.devices_inside(mesh_axes))
         return ring_bytes(kind, whole, slices)
 
     def seconds_between_slices(
@@ -90,16 +95,22 @@ class Layout:
         sent = self.bytes_between_slices(kind, mesh_axes, logical_bytes)
         return sent / self.topology.chip.dcn_rate if sent else 0.0
 
-    def rates(self, mesh_axes: tuple[str, ...]) -> tuple[float, float]:
+    def rates(self, mesh_axes: Sequence[str]) -> tuple[float, float]:
         """Return the lowest and highest rate at which a device sends over mesh axes, in bytes/s.
 
-        A device sends over all its links at the same time. On a ring, it has links both ways. Mesh
-        axes that only cross slices have no links, and the rate 0.
+        A TPU sends over all links of the mesh axes at the same time. On a ring, it has links both
+        ways. A GPU behind a switch always has all its links; without a switch, only those to the
+        other devices of the group. Mesh axes that only cross slices have no links, and the rate 0.
         """
-        links = sum(
+        chip = self.topology.chip
+        links: float = sum(
             2 if part.ring else 1 for axis in mesh_axes for part in self.parts.get(axis, ())
         )
-        low, high = self.topology.chip.link_rates
+        if chip.domain:
+            others = self.devices_inside(mesh_axes) - 1
+            links = chip.links if chip.switched else chip.links * others / (chip.domain - 1)
+            links = links if others else 0
+        low, high = chip.link_rates
         return low * links, high * links
 
     def to_json(self) -> dict[str, Any]:
@@ -110,7 +121,8 @@ class Layout:
         axes = []
         for axis, parts in self.parts.items():
             count = self.crossing.get(axis, 1)
-            places = [*([f"{count} slices"] if count > 1 else []), *map(str, parts)]
+            word = self.topology.group
+            places = [*([f"{count} {word}s"] if count > 1 else []), *map(str, parts)]
             axes += [f"{axis} on {' + '.join(places)}"] if places else []
         return f"{self.topology}: {', '.join(axes) or 'one device'}{self._split_sides()}"
 
@@ -118,7 +130,7 @@ class Layout:
         """Return the lengths of the sides that several mesh axes share, as text, or ""."""
         split = {part.side for parts in self.parts.values() for part in parts if not part.whole}
         sides = [f"{side} = {size}" for side, size in self.topology.sides.items() if side in split]
-        return f"   (sides of the slice: {', '.join(sides)})" if sides else ""
+        return f"   (sides of the {self.topology.group}: {', '.join(sides)})" if sides else ""
 
 
 def lay_out(topology: Topology, sizes: Mapping[str, int]) -> Layout:
@@ -174,15 +186,15 @@ def _crossing(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int]:
     crossing = ",".join(f"dcn.{axis}:{part}" for axis, part in given.items())
     if math.prod(given.values()) != topology.slices:
         raise MeshSpecError(
-            f"the mesh {mesh} crosses {math.prod(given.values())} slices ({crossing}), but "
-            f"{topology} has {topology.slices}",
+            f"the mesh {mesh} crosses {math.prod(given.values())} {topology.group}s ({crossing}), "
+            f"but {topology} has {topology.slices}",
             fix=f"write --topology {math.prod(given.values())}x{topology.chip.name}:"
             f"{'x'.join(map(str, topology.shape))}, or leave dcn out",
         )
     if any(sizes.get(axis, 1) % part for axis, part in given.items()):
         raise MeshSpecError(
             f"{crossing} does not divide the mesh {mesh}",
-            fix="make each axis a multiple of its part that crosses slices",
+            fix=f"make each axis a multiple of its part that crosses {topology.group}s",
         )
     return given
 

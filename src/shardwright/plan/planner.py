@@ -127,7 +127,13 @@ class PlanReport:
     @property
     def memory(self) -> Peak:
         """The most bytes in memory at one time on one device, as a range."""
-        return self.walked.memory
+        peak = self.walked.memory
+        workspace = 0 if self.layout is None else self.layout.topology.chip.workspace
+        if not workspace or not self.walked.flops:
+            return peak
+        # XLA gives cuBLAS a workspace in the pool of the program, if it calls cuBLAS.
+        kinds = {**peak.kinds, "workspace of cuBLAS": workspace}
+        return dataclasses.replace(peak, high=peak.high + workspace, kinds=kinds)
 
     @property
     def verdict(self) -> Verdict | None:

@@ -11,25 +11,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
-from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.layout import Layout
-from shardwright.plan.walk.events import Event, Walked
+from shardwright.plan.links import SecondsRange, collective_seconds
+from shardwright.plan.walk.events import Walked
 from shardwright.vocabulary.shown import data_of
 
 # Share of the peak that matmuls reach at the upper end of the range.
 _LEAST_USE: Final = 0.5
-# Seconds of one hop on the interconnect, from the scaling book.
-_HOP: Final = 1e-6
-# Time of an all-to-all / time of an all-gather of the same bytes, on a ring that sends both ways.
-_EXCHANGE: Final = 0.25
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SecondsRange:
-    """A range of seconds."""
-
-    low: float
-    high: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,37 +60,33 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
       layout: Assignment of its mesh axes to a slice.
       state_bytes: Bytes of the arguments on one device. Each argument is read at least once.
     """
-    chip = layout.topology.chip
-    low, high = walked.work.min_flops / chip.flops, walked.flops / chip.flops
+    chip, work = layout.topology.chip, walked.work
+    high = (
+        (work.flops - work.fp8_flops - work.f32_flops) / chip.flops
+        + work.fp8_flops / chip.fp8_flops
+        + work.f32_flops / chip.f32_flops
+    )
+    # The smallest branches are taken to have the types of the largest ones.
+    low = high * work.min_flops / max(work.flops, 1)
     # Matmuls may read an argument several times or, as a table of embeddings, not at all.
     read = max(state_bytes, walked.matmul_bytes) / chip.hbm_rate
     links: dict[tuple[str, ...], SecondsRange] = {}
     for event in walked.events:
-        span = _sending(event, layout)
+        span = collective_seconds(
+            layout,
+            event.kind,
+            event.mesh_axes,
+            logical_bytes=event.logical_bytes,
+            wire_bytes=event.wire_bytes,
+        )
         known = links.get(event.mesh_axes, SecondsRange(low=0.0, high=0.0))
-        links[event.mesh_axes] = SecondsRange(low=known.low + span.low, high=known.high + span.high)
+        links[event.mesh_axes] = SecondsRange(
+            # At best, a branch is not taken.
+            low=known.low + (0.0 if event.maybe else event.runs * span.low),
+            high=known.high + event.runs * span.high,
+        )
     return TimeRange(
         matmuls=SecondsRange(low=low, high=high / _LEAST_USE),
         memory=SecondsRange(low=state_bytes / chip.hbm_rate, high=read),
         links=links,
     )
-
-
-def _sending(event: Event, layout: Layout) -> SecondsRange:
-    """Return the time of all runs of a collective: inside the slices, and between them."""
-    parts = [part for axis in event.mesh_axes for part in layout.parts[axis]]
-    slow, fast = layout.rates(event.mesh_axes)
-    # Over mesh axes that only cross slices, nothing is sent inside a slice.
-    sent = event.wire_bytes if parts else 0
-    exchanged = sent * _EXCHANGE if event.kind is Kind.ALL_TO_ALL else sent
-    hops = sum(part.hops for part in parts)
-    if event.kind is Kind.PERMUTE:
-        # A neighbor is one hop away, over one link.
-        slow, hops = layout.topology.chip.link_rates[0], min(1, len(parts))
-    between = layout.seconds_between_slices(event.kind, event.mesh_axes, event.logical_bytes)
-    # Bytes and latency overlap, so the longer one counts, as in the scaling book.
-    inside = max(sent / slow, hops * _HOP) if sent else 0.0
-    fastest_inside = exchanged / fast if sent else 0.0
-    # At best, a branch is not taken, and links and the network between slices send at once.
-    low = 0.0 if event.maybe else event.runs * max(fastest_inside, between)
-    return SecondsRange(low=low, high=event.runs * (inside + between))

@@ -69,6 +69,7 @@ class Trace:
       attention_calls: The calls of attention, and the implementation that each takes.
       typed_for: The manager, if its mesh has Explicit axes. Then shardings are part of the types of
         all values, and the trace fits this manager only.
+      platform: The platform whose kernels the program calls, or None for that of the mesh.
     """
 
     jaxpr: Any
@@ -80,6 +81,7 @@ class Trace:
     unclear: tuple[tuple[ShardingRequest, ...], ...] = ()
     attention_calls: tuple[AttentionCalls, ...] = ()
     typed_for: Manager | None = None
+    platform: str | None = None
 
     @property
     def fits_all(self) -> bool:
@@ -255,6 +257,8 @@ def trace(
             for leaf in _annotated(traced.out_info, outputs, "outputs")
         )
     by_role = _roles_by_arguments(goals, inputs, planning)
+    with context.TARGET(platform):  # which decides the branches by platform
+        attention_calls = read_attention_calls(jaxpr)
     return Trace(
         jaxpr=jaxpr,
         inputs=inputs,
@@ -263,8 +267,9 @@ def trace(
         answers=tuple(recorder.answers.values()),
         mesh=dict(manager.mesh.shape),
         attention=manager.rules.attention,
-        attention_calls=read_attention_calls(jaxpr),
+        attention_calls=attention_calls,
         typed_for=manager if typed else None,
+        platform=platform,
     )
 
 
@@ -460,13 +465,14 @@ def walk(
     pairs = zip(traced.inputs, traced.jaxpr.invars, strict=True)
     inputs = [value_of(given, variable.aval.ndim) for given, variable in pairs]
     outputs = [None if goal is None else resolved(goal, True, "") for goal in traced.outputs]
-    return walk_jaxpr(
-        traced.jaxpr,
-        inputs,
-        sizes,
-        outputs=outputs,
-        target=target,
-        kinds=kinds,
-        donated=donated,
-        renaming=renaming,
-    )
+    with context.TARGET(traced.platform):
+        return walk_jaxpr(
+            traced.jaxpr,
+            inputs,
+            sizes,
+            outputs=outputs,
+            target=target,
+            kinds=kinds,
+            donated=donated,
+            renaming=renaming,
+        )

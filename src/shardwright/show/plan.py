@@ -8,9 +8,10 @@ from typing import Any, Final
 from shardwright.plan.fit import Verdict, judge
 from shardwright.plan.hardware import Chip
 from shardwright.plan.layout import Layout
+from shardwright.plan.links import SecondsRange
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.state import Category, StateBytes, StateLeaf
-from shardwright.plan.time import SecondsRange, TimeRange
+from shardwright.plan.time import TimeRange
 from shardwright.plan.walk.entries import CONSTANTS, LOOPS, RESULTS, TEMPORARY, Live, Peak
 from shardwright.plan.walk.events import Event
 from shardwright.show.memory import SUMS
@@ -49,7 +50,8 @@ def plan_text(report: PlanReport, *, rows: int | None = None, width: int = WIDTH
     lines += [*fit_lines(report.memory, chip, complete=report.walked.complete), ""]
     lines += event_lines(report.events, rows=rows, width=width)
     if report.layout is not None and report.layout.crossing:
-        lines.append(f"of these to other slices: {bytes_text(report.slice_bytes)}")
+        group = report.layout.topology.group
+        lines.append(f"of these to other {group}s: {bytes_text(report.slice_bytes)}")
     lines += map(str, report.attention)
     if report.time is not None and report.layout is not None:
         rows_of_time = [
@@ -168,7 +170,9 @@ def fit_lines(peak: Peak, chip: Chip | None, *, complete: bool = True) -> list[s
     ]
     if chip is not None:
         verdict = judge(peak, chip.hbm_bytes, complete=complete)
-        lines.append(f"  {bytes_text(chip.hbm_bytes)} usable on {chip.name}: {_VERDICTS[verdict]}")
+        pool = f" ({chip.pool_share:.0%} of its memory)" if chip.domain else ""
+        usable = f"{bytes_text(chip.hbm_bytes)} usable on {chip.name}{pool}"
+        lines.append(f"  {usable}: {_VERDICTS[verdict]}")
     live = live_rows(peak.live)
     return [*lines, *(remarked_table([LIVE_HEAD, *live], indent="  ") if live else [])]
 
@@ -231,8 +235,10 @@ def event_row(events: Sequence[Event]) -> tuple[str, ...]:
 def time_rows(time: TimeRange, layout: Layout) -> list[tuple[str, float, float, str]]:
     """Return each part of an estimate: name, seconds at least and at most, and the assumption."""
     chip = layout.topology.chip
+    # GPUs have other rates for float8 and float32; `estimate_time` uses them.
+    kind = " in bfloat16" if chip.domain else ""
     parts = [
-        ("matmuls", time.matmuls, f"{chip.flops / 1e12:g} TFLOP/s, at 100% to 50%"),
+        ("matmuls", time.matmuls, f"{chip.flops / 1e12:g} TFLOP/s{kind}, at 100% to 50%"),
         (
             "memory",
             time.memory,
@@ -249,13 +255,14 @@ def time_rows(time: TimeRange, layout: Layout) -> list[tuple[str, float, float, 
 
 def _rates_text(axes: tuple[str, ...], layout: Layout) -> str:
     slow, fast = layout.rates(axes)
-    texts = []
+    chip, group, texts = layout.topology.chip, layout.topology.group, []
     if fast:  # 0 for mesh axes that only cross slices
         rates = f"{slow / 1e9:g}" if slow == fast else f"{slow / 1e9:g} to {fast / 1e9:g}"
-        texts.append(f"{rates} GB/s one way, 1 µs per hop at most")
+        hops = "" if chip.domain else ", 1 µs per hop at most"
+        texts.append(f"{rates} GB/s one way{hops}")
     if layout.slices_of(axes) > 1:
-        texts.append(f"{layout.topology.chip.dcn_rate / 1e9:g} GB/s between slices")
-    return "; ".join(texts)
+        texts.append(f"{chip.dcn_rate / 1e9:g} GB/s between {group}s")
+    return "; ".join([*texts, *(["latency of NCCL at most"] if chip.domain else [])])
 
 
 @data_of.register(PlanReport)

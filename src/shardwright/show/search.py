@@ -144,7 +144,9 @@ def candidate_rows(shown: Sequence[Candidate]) -> list[list[str]]:
     modes = list(shown[0].reports)
     times = ["time" if len(modes) == 1 else f"{mode_name(mode)} time" for mode in modes]
     head = ["variant", "strategy", "mesh", "settings", *times, "memory per device", "sent"]
-    head += ["between slices", "fits"]
+    layout = shown[0].report.layout
+    assert layout is not None
+    head += [f"between {layout.topology.group}s", "fits"]
     rows = [_row(candidate) for candidate in shown]
     # By position in `head`: 0 is the variant, 3 the settings, and the last but one what slices send
     # to each other.

@@ -22,6 +22,7 @@ from shardwright.attention.parts.shards import (
     no_weights,
     run_opaque,
 )
+from shardwright.manager import context
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
@@ -46,6 +47,9 @@ def not_in_cudnn(call: AttentionCall, before: tuple[str, ...] = ()) -> tuple[str
     reasons = (*before, *missing_arguments(call), *_limits(call), *inside_shard_map(call))
     if reasons:
         return reasons
+    if context.TARGET.value is not None:
+        # A plan cannot see into the kernel, and would differ between machines.
+        return ("a plan counts JAX's own attention in its place",)
     # This starts a backend and compiles.
     failure = failure_on(jax.local_devices()[0].device_kind)
     return (failure,) if failure else ()

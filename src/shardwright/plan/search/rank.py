@@ -19,6 +19,7 @@ from shardwright.manager.core import Manager
 from shardwright.plan.annotate import Annotation, annotate_axes_p
 from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.layout import Layout
+from shardwright.plan.links import collective_seconds
 from shardwright.plan.trace import Trace
 from shardwright.plan.walk.equations import live_equations, nested_jaxprs
 from shardwright.plan.walk.values import KEEP, Dims, dims_of_spec
@@ -188,8 +189,7 @@ def _ways(axes: frozenset[str], sizes: Mapping[str, int]) -> int:
 def _seconds(
     layout: Layout, kind: Kind, local: int, axes: frozenset[str], sizes: Mapping[str, int]
 ) -> float:
-    """Return the seconds of one collective: inside the slices, and between them."""
+    """Return the seconds of one collective, at the upper end of the range."""
+    wire = ring_bytes(kind, local, _ways(axes, sizes))
     names = tuple(sorted(axes))
-    rate = layout.rates(names)[0]
-    inside = ring_bytes(kind, local, _ways(axes, sizes)) / rate if rate else 0.0
-    return inside + layout.seconds_between_slices(kind, names, local)
+    return collective_seconds(layout, kind, names, logical_bytes=local, wire_bytes=wire).high

@@ -72,7 +72,7 @@ def search(
       strategies: Name -> strategy with a `[mesh]`. Defaults to the presets `fsdp_tp` and
         `fsdp_tp_sp`, and `moe_ep` for a program with experts; for programs that do not train, to
         `serve_tp` and `serve_long_context`.
-      topology: The slice, such as `v5p:4x4x4`.
+      topology: The slice, such as `v5p:4x4x4`, or the hosts of GPUs, such as `16xh100:8`.
       mode: Runtime mode of a single program. Defaults to train.
       axes: Mesh axes that may have a size above 1. A strategy may lack some. Defaults to those that
         a rule gives to a tensor of the program.

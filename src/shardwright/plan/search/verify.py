@@ -11,6 +11,7 @@ from shardwright.errors import ProgramError
 from shardwright.manager.manager import PartitionManager
 from shardwright.mesh.build import abstract_mesh
 from shardwright.plan.fit import Verdict
+from shardwright.plan.links import inside_seconds
 from shardwright.plan.planner import Program
 from shardwright.plan.search.result import Candidate, SearchReport, seconds_of
 from shardwright.plan.verify.compiler import TIMEOUT, Effort, Platform
@@ -76,18 +77,18 @@ def compiled_seconds(verification: Verification) -> float:
     if verification.compiled.refused:
         return seconds_of(report)
     planned = sum(span.high for span in report.time.links.values())
-    sending = 0.0
-    for sent in verification.traffic:
-        # The lowest rate, as at the upper end of a plan's time. Only between slices, it is 0.
-        rate = report.layout.rates(sent.mesh_axes)[0]
-        sending += sum(sent.compiled.values()) / rate if rate else 0.0
-    # What crosses slices has no rate of links, and takes the time of the network between them.
-    for each in verification.compiled.collectives:
-        if each.between_slices:
-            # A loop of unknown length counts as one run.
-            sending += (each.count or 1) * report.layout.seconds_between_slices(
-                each.kind, each.mesh_axes, each.logical_bytes
-            )
+    between = report.layout.seconds_between_slices
+    sending = sum(
+        # XLA compiles the legs inside a slice and between slices as two collectives. A loop of
+        # unknown length counts as one run.
+        (each.count or 1)
+        * (
+            between(each.kind, each.mesh_axes, each.logical_bytes)
+            if each.between_slices
+            else inside_seconds(report.layout, each.kind, each.mesh_axes, each.wire_bytes).high
+        )
+        for each in verification.compiled.collectives
+    )
     return seconds_of(report) - planned + sending
 
 

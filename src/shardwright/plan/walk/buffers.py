@@ -72,7 +72,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
     operands = tuple(each for each in given if each is not None)
     _mark_reduced(step.name, operands)
     _mark_turned(step.equation, operands)
-    if step.name == "scan":
+    if step.name == "scan" and ledger.tiled:
         operands += tuple(_copies(step))
     births: list[Buffer | None] = [
         None
@@ -188,7 +188,7 @@ def _parts(step: PlanStep, results: Sequence[ShardedValue]) -> int:
     multiplies, one that it sends and one that it receives. They are added where the result is read,
     so the parts are still in memory during the next matmul, which counts its result whole.
     """
-    if step.name != "dot_general" or step.wanted[0] is None:
+    if step.name != "dot_general" or step.wanted[0] is None or not step.ledger.tiled:
         return 0
     if not results[0].owed & axes_of(step.wanted[0]):
         return 0
@@ -199,7 +199,7 @@ def _unadded(
     step: PlanStep, results: Sequence[ShardedValue], births: Sequence[Buffer | None]
 ) -> None:
     """Add the parts of what a reduce-scatter returns. A compiler adds them where it reads it."""
-    if step.name not in CONSTRAINTS or births[0] is None:
+    if step.name not in CONSTRAINTS or births[0] is None or not step.ledger.tiled:
         return
     before, result, birth = step.values[0], results[0], births[0]
     if not before.owed & result.mesh_axes:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 from jax.extend.core import Literal
 
 from shardwright.dims.bodies import Body, Runs, bodies
 from shardwright.dims.table import correspondence
-
-# A plan knows which branch by platform runs, because all chips of `hardware.toml` are TPUs.
-_PLATFORM: Final = "tpu"
+from shardwright.plan.walk.platform import branch_names
 
 
 def live_equations(jaxpr: Any) -> Iterator[Any]:
@@ -78,14 +76,15 @@ def called_jaxpr(equation: Any) -> Any | None:
 
 
 def run_bodies(equation: Any) -> Sequence[Body]:
-    """Return the jaxprs that an equation may run. Of branches by platform, TPUs run only one."""
+    """Return the jaxprs that an equation may run. Of branches by platform, only one runs."""
     found = bodies(equation)
     platforms = equation.params.get("branches_platforms") if len(found) > 1 else None
     if platforms is None:
         return found
-    named = [at for at, names in enumerate(platforms) if names is not None and _PLATFORM in names]
+    wanted = set(branch_names())
+    named = [at for at, names in enumerate(platforms) if names and wanted.intersection(names)]
     others = [at for at, names in enumerate(platforms) if names is None]
-    # A branch without names is the default. If no branch is for TPUs, all of them may run.
+    # A branch without names is the default. If no branch is for the platform, all of them may run.
     return [found[at] for at in [*named, *others][:1]] or found
 
 

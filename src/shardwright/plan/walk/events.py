@@ -121,6 +121,8 @@ class Work:
     Attributes:
       flops: Floating-point operations; of the branches of a `cond`, those of the largest.
       min_flops: The same with the smallest branch.
+      fp8_flops: The part of `flops` of matmuls of two float8 operands.
+      f32_flops: The part of `flops` of matmuls with a float32 operand.
       matmul_bytes: Bytes that the matmuls read and write; of a `cond`, those of the largest.
       repeated_flops: The part of `flops` that repeats others: those of the forward pass, or those
         of the devices along an idle mesh axis.
@@ -128,6 +130,8 @@ class Work:
 
     flops: int = 0
     min_flops: int = 0
+    fp8_flops: int = 0
+    f32_flops: int = 0
     matmul_bytes: int = 0
     repeated_flops: int = 0
 
@@ -136,6 +140,8 @@ class Work:
         return Work(
             flops=self.flops + other.flops,
             min_flops=self.min_flops + other.min_flops,
+            fp8_flops=self.fp8_flops + other.fp8_flops,
+            f32_flops=self.f32_flops + other.f32_flops,
             matmul_bytes=self.matmul_bytes + other.matmul_bytes,
             repeated_flops=self.repeated_flops + other.repeated_flops,
         )
@@ -143,8 +149,11 @@ class Work:
     @staticmethod
     def either(branches: Sequence[Work]) -> Work:
         """Return the work of branches of which one runs."""
+        largest = max(branches, key=lambda branch: branch.flops)
         return Work(
-            flops=max(branch.flops for branch in branches),
+            flops=largest.flops,
+            fp8_flops=largest.fp8_flops,
+            f32_flops=largest.f32_flops,
             min_flops=min(branch.min_flops for branch in branches),
             matmul_bytes=max(branch.matmul_bytes for branch in branches),
             repeated_flops=max(branch.repeated_flops for branch in branches),

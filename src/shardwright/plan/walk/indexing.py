@@ -11,6 +11,7 @@ from jax.extend.core import Literal
 from shardwright.dims.primitives import SCATTERS
 from shardwright.dims.table import correspondence
 from shardwright.plan.walk.lookups import Lookup, LookupMove, Name, partition, shared_axes
+from shardwright.plan.walk.platform import for_gpus
 from shardwright.plan.walk.step import PlanStep
 from shardwright.plan.walk.values import Dims, Origin, ShardedValue, axes_of, most_runs, shards
 
@@ -254,4 +255,4 @@ def _scatters(lookup: Lookup, move: LookupMove) -> bool:
         return False
     old, new = pairs[-1]
     part = lookup.shapes[move.name][-1] // shards(new, lookup.sizes)
-    return old == new or part % (_TILE // lookup.itemsizes[move.name]) == 0
+    return old == new or for_gpus() or part % (_TILE // lookup.itemsizes[move.name]) == 0

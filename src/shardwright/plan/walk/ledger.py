@@ -16,6 +16,7 @@ from shardwright.plan.walk.entries import Buffer, Peak
 from shardwright.plan.walk.events import CompilerChoice, Event, Idle, WalkLocation, Work
 from shardwright.plan.walk.liveness import Timeline
 from shardwright.plan.walk.moves import find_move
+from shardwright.plan.walk.platform import for_gpus
 from shardwright.plan.walk.values import (
     Dims,
     Origin,
@@ -44,6 +45,7 @@ class Ledger:
 
     Attributes:
       sizes: Size of each mesh axis that has more than one device, in mesh order.
+      tiled: Whether the compiler keeps arrays in tiles, as those for TPUs do.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Ledger:
         self._renaming = renaming
         # `Dims` never has mesh axes of size 1, so they are left out of the sizes too.
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
+        self.tiled = not for_gpus()
         self.events: list[Event] = []
         # A dict keeps the order of the program. That of a set of texts differs between processes.
         self.choices: dict[CompilerChoice, None] = {}
@@ -189,6 +192,8 @@ class Ledger:
         dim is not a multiple of 128, so that the scattered dim is along the lanes. A part then
         needs 128 numbers of 32 bits.
         """
+        if not self.tiled:
+            return False
         # Dims of size 1 take no part in tiles.
         pairs = [pair for pair in zip(aval.shape, dims, strict=True) if pair[0] > 1][-2:]
         if len(pairs) < len(_MATRIX):
@@ -209,7 +214,7 @@ class Ledger:
         It pads parts that are not whole tiles, and then permutes their edges. Narrow rows may be
         laid out along the sublanes.
         """
-        if aval.ndim != len(_MATRIX):
+        if not self.tiled or aval.ndim != len(_MATRIX):
             return False
         parts = [
             (size // shards(axes, self.sizes), bool(scattered & {*axes}))
@@ -229,7 +234,8 @@ class Ledger:
 
     def doubt_kernel(self, mesh_axes: Iterable[str], location: WalkLocation) -> None:
         """Note that TPUs lay kernels out unlike matrices, so their sums may be all-reduces."""
-        self.doubt(mesh_axes, location, _KERNELS)
+        if self.tiled:
+            self.doubt(mesh_axes, location, _KERNELS)
 
     def doubt_lookups(self, terms: Sequence[ShardedValue], location: WalkLocation) -> None:
         """Note a sum of the gradients of several lookups in one table."""
@@ -338,7 +344,13 @@ class Ledger:
         )
 
     def count_matmul(
-        self, elements: int, operands: Iterable[int], location: WalkLocation, *, copies: int = 1
+        self,
+        elements: int,
+        operands: Iterable[int],
+        location: WalkLocation,
+        *,
+        dtypes: Sequence[Any] = (),
+        copies: int = 1,
     ) -> int:
         """Count the bytes and operations of one matmul on one device. Return the operations.
 
@@ -346,12 +358,17 @@ class Ledger:
           elements: Multiplications of one run.
           operands: Bytes of each operand and of the result.
           location: The equation.
+          dtypes: Element types of the operands. Defaults to bfloat16.
           copies: Number of devices that all compute the same.
         """
         flops = 2 * elements * location.runs
+        names = {str(dtype) for dtype in dtypes}
+        is_fp8 = bool(names) and all(name.startswith("float8") for name in names)
         self.work += Work(
             flops=flops,
             min_flops=flops,
+            fp8_flops=flops if is_fp8 else 0,
+            f32_flops=flops if "float32" in names else 0,
             matmul_bytes=sum(operands) * location.runs,
             # Of the devices that compute the same, one does useful work.
             repeated_flops=flops if location.recomputed else flops - flops // copies,

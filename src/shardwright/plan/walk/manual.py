@@ -169,7 +169,7 @@ def _count(equation: Any, step: PlanStep, location: WalkLocation) -> None:
     if ragged is not None and set(ragged.lhs_ragged_dimensions) & set(contracted):
         inner = -(-inner // result.shape[0])  # the rows of all groups together are contracted once
     sizes = [whole_bytes(aval.size, aval.dtype) for aval in (left, right, result)]
-    step.ledger.count_matmul(result.size * inner, sizes, location)
+    step.ledger.count_matmul(result.size * inner, sizes, location, dtypes=(left.dtype, right.dtype))
 
 
 def _count_kernel(equation: Any, step: PlanStep, location: WalkLocation) -> None:

@@ -316,6 +316,7 @@ def _count(step: PlanStep, labels: Labels, order: dict[str, list[str]]) -> None:
     used = {axis for axes in order.values() for axis in axes}
     idle = tuple(axis for axis in ledger.sizes if axis not in used)
     copies = math.prod(ledger.sizes[axis] for axis in idle)
-    flops = ledger.count_matmul(elements, operands, step.location, copies=copies)
+    dtypes = [aval.dtype for aval in step.avals[:2]]
+    flops = ledger.count_matmul(elements, operands, step.location, dtypes=dtypes, copies=copies)
     if idle:
         ledger.idle.append(Idle(mesh_axes=idle, source=step.location.source, flops=flops))

@@ -23,6 +23,7 @@ from shardwright.dims.primitives import SCATTERS
 from shardwright.plan.walk.entries import TEMPORARY, Buffer, Padded
 from shardwright.plan.walk.fusion import roots
 from shardwright.plan.walk.liveness import Timeline
+from shardwright.plan.walk.platform import for_gpus
 
 # A tile of a TPU has 8 sublanes by 128 lanes, of 32 bits each.
 _LANES: Final = 128
@@ -40,7 +41,7 @@ def padded_copies(
       births: The buffers of its results.
       timeline: The timeline to which the equation is added.
     """
-    if equation.primitive.name not in SCATTERS:
+    if equation.primitive.name not in SCATTERS or for_gpus():
         return []
     array, _, update = (variable.aval for variable in equation.invars)
     windows = equation.params["dimension_numbers"].update_window_dims
@@ -67,7 +68,7 @@ def padded_copies(
 
 def is_across(buffer: Buffer) -> bool:
     """Tell whether a stored matrix has its first dim along the lanes, because its last is short."""
-    if len(buffer.shape) != _MATRIX:
+    if len(buffer.shape) != _MATRIX or for_gpus():
         return False
     rows, columns = buffer.shape
     return bool(columns < _LANES <= rows and rows % _LANES == 0)
@@ -79,10 +80,10 @@ def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
     The patches of an image are such an array. The compiler holds both orders of the dims in tiles
     of 8 by 128, one of them at least.
     """
+    if name != "transpose" or for_gpus():
+        return []
     short = [
-        birth
-        for birth in births
-        if name == "transpose" and birth is not None and max(birth.shape, default=0) < _LANES
+        birth for birth in births if birth is not None and max(birth.shape, default=0) < _LANES
     ]
     sizes = []
     for birth in short:
