@@ -32,7 +32,8 @@ def weights(config: DecoderConfig) -> dict[str, sw.ArraySpec]:
         f"{part} {name}": params["kernel"]
         for part in ("attention", "mlp")
         for name, params in layer[part].items()
-        if name != "norm"
+        # Values are sharded like keys.
+        if name not in ("norm", "value")
     }
     return {
         "embedding": specs["embedding"],
@@ -68,7 +69,7 @@ def training_table(
     config: DecoderConfig, managers: Mapping[str, sw.PartitionManager], *, batch: int, length: int
 ) -> Table:
     """Return the mesh axes of each tensor in training, with a column per strategy."""
-    table = _columns("Training: the mesh axes of each dim", [*managers])
+    table = _columns([*managers])
     kinds = weights(config)
     _section(
         table,
@@ -101,7 +102,7 @@ def serving_table(
         "decode": {"batch": slots, "q_length": 1, "kv_length": capacity},
     }
     titles = [f"{mode}\n{size['batch']} x {size['q_length']}" for mode, size in sizes.items()]
-    table = _columns(f"{pm.name}: the same tensors in each mode (texts x new positions)", titles)
+    table = _columns(titles)
     _section(
         table,
         weights(config),
@@ -123,14 +124,14 @@ def _explain(pm: sw.PartitionManager, spec: sw.ArraySpec, **how: Any) -> sw.Reso
     return resolution
 
 
-def _columns(title: str, names: Sequence[str]) -> Table:
-    table = _table(title)
+def _columns(names: Sequence[str]) -> Table:
+    table = _table()
     for name in ("tensor", "axes", *names):
         table.add_column(name, overflow="fold")
     return table
 
 
-def _table(title: str) -> Table:
+def _table(title: str | None = None) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
 
 
@@ -161,7 +162,7 @@ def memory_table(
     seconds: Mapping[str, float],
 ) -> Table:
     """Return the bytes of one device under each strategy in training."""
-    table = _table("Training: bytes per device")
+    table = _table()
     for name in (
         "strategy",
         "mesh",
@@ -204,7 +205,7 @@ def mesh_text(pm: sw.PartitionManager) -> str:
 
 def loss_table(losses: Mapping[str, Sequence[float]], *, rows: int = 6) -> Table:
     """Return the losses of each strategy at a few steps, and their largest difference."""
-    table = _table("Losses, nats per byte")
+    table = _table()
     for name in ("step", *losses, "largest difference"):
         table.add_column(name, justify="right")
     steps = len(next(iter(losses.values())))
@@ -244,7 +245,7 @@ def largest_difference(losses: Mapping[str, Sequence[float]]) -> float:
 
 def text_table(prompts: Sequence[bytes], texts: Mapping[str, Sequence[bytes]]) -> Table:
     """Return the text of each slot, and whether all strategies wrote the same bytes."""
-    table = _table("Texts, greedy")
+    table = _table()
     for name in ("slot", "bytes", "prompt", "continuation", "equal"):
         table.add_column(name, justify="right" if name in ("slot", "bytes") else "left")
     for slot, row in enumerate(differing(texts)):

@@ -36,8 +36,12 @@ class Trainer:
 
     def init(self, seed: int) -> State:
         """Return new parameters and optimizer state. The values depend only on the seed."""
+        return self.start(self.pm.init(decoder_specs(self.config), jax.random.key(seed)))
+
+    def start(self, params: Any) -> State:
+        """Return parameters, sharded as this strategy stores them, and new optimizer state."""
         specs = decoder_specs(self.config)
-        params = self.pm.init(specs, jax.random.key(seed))
+        params = self.pm.shard(params, specs, role="param")
         return {"params": params, "opt": self.pm.init_state(self.optimizer, params, specs)}
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:

@@ -112,7 +112,7 @@ def test_demo_reports_without_training(
     from decoder.config import DecoderConfig
     from decoder.train import Trained, Trainer, decoder_specs
 
-    def zeros(trainer: Trainer, seed: int) -> dict[str, Any]:
+    def zeros(trainer: Trainer, _: Any) -> dict[str, Any]:
         specs = decoder_specs(trainer.config)
         params = trainer.pm.abstract(specs)
         opt = trainer.pm.abstract_state(trainer.optimizer, specs)
@@ -129,10 +129,11 @@ def test_demo_reports_without_training(
     tiny = functools.partial(DecoderConfig, layers=1, embed=16, head_dim=4, mlp=16)
     monkeypatch.setattr(demo, "DecoderConfig", tiny)
     monkeypatch.setattr(demo, "train", untrained)
-    monkeypatch.setattr(Trainer, "init", zeros)
+    for name in ("init", "start"):
+        monkeypatch.setattr(Trainer, name, zeros)
     assert demo.main(["--steps", "1", "--further", "1", "--new-bytes", "1"]) == 0
     printed = capsys.readouterr().out
-    assert "not trained in this run" in printed
+    assert "not trained in this run" in " ".join(printed.split())
     results = json.loads(demo.PRECISIONS.read_text(encoding="utf-8"))["losses"]
     assert [*results] == ["float32", "bfloat16", "delayed", "current", "mxfp8"]
     row = [f"{losses['at 500']:.4f}" for losses in results.values()]
@@ -141,6 +142,10 @@ def test_demo_reports_without_training(
     assert "8 of 8 texts confirmed" in printed
     for mesh in ("fsdp:8", "fsdp:2 tp:4", "fsdp:2 sp:4", "dp:2 tp:4"):
         assert mesh in printed
+    sections = re.split(r"^(?=\d+\. )", printed, flags=re.MULTILINE)
+    assert [section.partition(".")[0] for section in sections[1:]] == [*map(str, range(1, 11))]
+    assert [section for section in sections if len(section.strip().splitlines()) > 24] == []
+    assert "presets copy fsdp_tp mine.toml" in sections[-1]
 
 
 @pytest.mark.full
