@@ -114,6 +114,7 @@ from shardwright.vocabulary.shown import shown_by as _shown_by
 if TYPE_CHECKING:
     from shardwright.inference.constrained import constrained as constrained
     from shardwright.inference.infer import infer_axes as infer_axes
+    from shardwright.layers.recurrence import linear_scan as linear_scan
     from shardwright.lints.catalogue import lint as lint
     from shardwright.plan.search import search as search
     from shardwright.show.visualize import visualize as visualize
@@ -128,6 +129,7 @@ __version__ = "0.1.0"
 _ON_DEMAND = {
     "constrained": "shardwright.inference.constrained",
     "infer_axes": "shardwright.inference.infer",
+    "linear_scan": "shardwright.layers.recurrence",
     "lint": "shardwright.lints.catalogue",
     "search": "shardwright.plan.search",
     "visualize": "shardwright.show.visualize",

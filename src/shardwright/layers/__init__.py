@@ -25,6 +25,7 @@ from shardwright.layers import transformer_block as transformer_block
 from shardwright.layers.accumulate import Accumulated as Accumulated
 from shardwright.layers.accumulate import Weighted as Weighted
 from shardwright.layers.accumulate import accumulate as accumulate
+from shardwright.layers.recurrence import linear_scan as linear_scan
 from shardwright.layers.rope import RopeFrequencies as RopeFrequencies
 from shardwright.layers.rope import rope as rope
 from shardwright.layers.rope_scaling import rope_frequencies as rope_frequencies
