@@ -49,6 +49,9 @@ from shardwright.vocabulary.axes import BATCH as BATCH
 from shardwright.vocabulary.axes import BIAS_HEAD_SEQ as BIAS_HEAD_SEQ
 from shardwright.vocabulary.axes import BIAS_KV_SEQ as BIAS_KV_SEQ
 from shardwright.vocabulary.axes import CAPACITY as CAPACITY
+from shardwright.vocabulary.axes import CHANNEL as CHANNEL
+from shardwright.vocabulary.axes import CHANNEL_IN as CHANNEL_IN
+from shardwright.vocabulary.axes import CHANNEL_OUT as CHANNEL_OUT
 from shardwright.vocabulary.axes import DATA_PARALLEL as DATA_PARALLEL
 from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE as DEFAULT_MASK_VALUE
 from shardwright.vocabulary.axes import DP as DP
@@ -63,6 +66,7 @@ from shardwright.vocabulary.axes import FSDP as FSDP
 from shardwright.vocabulary.axes import FULLY_SHARDED_DATA_PARALLEL as FULLY_SHARDED_DATA_PARALLEL
 from shardwright.vocabulary.axes import HEAD as HEAD
 from shardwright.vocabulary.axes import HEAD_DIM as HEAD_DIM
+from shardwright.vocabulary.axes import HEIGHT as HEIGHT
 from shardwright.vocabulary.axes import KV_HEAD as KV_HEAD
 from shardwright.vocabulary.axes import KV_HEAD_DIM as KV_HEAD_DIM
 from shardwright.vocabulary.axes import KV_LENGTH as KV_LENGTH
@@ -82,6 +86,7 @@ from shardwright.vocabulary.axes import TENSOR_PARALLEL as TENSOR_PARALLEL
 from shardwright.vocabulary.axes import TP as TP
 from shardwright.vocabulary.axes import UNCONSTRAINED as UNCONSTRAINED
 from shardwright.vocabulary.axes import VOCAB as VOCAB
+from shardwright.vocabulary.axes import WIDTH as WIDTH
 from shardwright.vocabulary.axes import AxisType as AxisType
 from shardwright.vocabulary.axes import Role as Role
 from shardwright.vocabulary.layouts import AttnKVSharding as AttnKVSharding

@@ -28,6 +28,10 @@ trainer:
     vocab: model
   parameter_axis_resources: {position: [replica, data]}
 """
+DIFFUSION = """\
+mesh_axes: [data, fsdp]
+logical_axis_rules: [[activation_batch, [data, fsdp]], [conv_out, fsdp]]
+"""
 RULES = """\
 [["batch", "data"],
  ["embed", "model"], ["mlp", "model"],
@@ -39,6 +43,7 @@ RULES = """\
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "base.yml").write_text(CONFIG, encoding="utf-8")
     (tmp_path / "gpt2.yaml").write_text(LEVANTER, encoding="utf-8")
+    (tmp_path / "base_xl.yml").write_text(DIFFUSION, encoding="utf-8")
     (tmp_path / "rules.json").write_text(RULES, encoding="utf-8")
     (tmp_path / "rules.yml").write_text(RULES, encoding="utf-8")
     return tmp_path
@@ -211,3 +216,17 @@ def test_bad_input_has_a_message(line: str, folder: Path) -> None:
     code, out, err = run(line, folder)
     assert (code, out) == (2, "")
     assert BAD[line] in err
+
+
+def test_maxdiffusion_and_names_without_a_rule(folder: Path) -> None:
+    line = "import maxdiffusion base_xl.yml replicated=[temb_in] --vocabulary -o out.toml"
+    code, out, _ = run(line, folder)
+    assert code == 0, out
+    rules = sw.Strategy.load(folder / "out.toml").rules
+    assert rules["channel_out"] == "fsdp"
+    assert rules["logical_temb_in"] == "-"
+    text = '{"logical_axis_rules": [["embed", "model"]], "replicated": ["width"]}'
+    (folder / "listed.json").write_text(text, encoding="utf-8")
+    code, out, _ = run("import rules listed.json --mesh model:2", folder)
+    assert code == 0, out
+    assert 'logical_width = "-"  # listed.json replicated' in out

@@ -30,6 +30,7 @@ LONG = {
         "haliax",
         "hugging-face",
         "nnx",
+        "other-models",
         "transformer-engine",
         "caches",
         "fp8",

@@ -656,7 +656,7 @@ def test_images_keep_the_names_of_seeds() -> None:
         params,
         jax.ShapeDtypeStruct((8, 32, 32, 3), "float32"),
         seeds=[(sw.BATCH, "height", "width", "color")],
-        own_axes=["height", "width", "color"],
+        own_axes=["color"],
     )
     rows = {name: " ".join(map(axis_text, row)) for name, row in inferred.annotations.items()}
     assert inferred.unknown == ()
@@ -675,12 +675,8 @@ def test_images_keep_the_names_of_seeds() -> None:
         own = sw.Strategy.loads("""
             version = 1
             [axes]
-            height = "rows"
-            width = "columns"
             color = "colors"
             [rules]
-            height = "-"
-            width = "-"
             color = "-"
         """)
         pm = sw.PartitionManager(sw.Strategy.preset(preset) | own, mesh=mesh)

@@ -400,6 +400,8 @@ def outcome(axes: Any, pm: sw.PartitionManager, role: str, shape: Any) -> Any:
 def test_round_trip_of_every_preset(mesh: str) -> None:
     problems = []
     for preset in sw.Strategy.presets():
+        if preset == "vision":  # a list of rules cannot express `largest_dim`
+            continue
         pm = sw.PartitionManager(sw.Strategy.preset(preset), mesh=sw.abstract_mesh(mesh))
         for mode in (sw.MODE_TRAIN, sw.MODE_DECODE):
             for role, arrays in (("param", WEIGHTS), ("activation", ACTIVATIONS)):

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
 from shardwright.interop import maxtext
+from tests.raising import raises
 
 BASE = """\
 model_name: default
@@ -305,3 +306,56 @@ def test_foreign_mesh_axes_are_reported_at_once() -> None:
     with pytest.raises(sw.MissingMeshAxisError) as caught:
         maxtext.to_strategy("typo.yml")
     assert [problem.path for problem in caught.value.problems] == ["typo.yml:10", "typo.yml:12"]
+
+
+DIFFUSION = """\
+mesh_axes: ['data', 'fsdp', 'tensor']
+logical_axis_rules: [
+  ['activation_batch', ['data', 'fsdp']],
+  ['conv_batch', ['data', 'fsdp']],
+  ['embed', 'fsdp'],
+  ['heads', 'tensor'],
+  ['out_channels', 'tensor'],
+  ['conv_out', 'fsdp'],
+]
+ici_data_parallelism: 1
+ici_fsdp_parallelism: -1
+ici_tensor_parallelism: 2
+"""
+
+
+def test_names_of_maxdiffusion() -> None:
+    """The axes of kernels and images; what no rule mentions is replicated if the file says so."""
+    write("diffusion.yml", DIFFUSION)
+    imported = maxtext.to_strategy("diffusion.yml", names=maxtext.DIFFUSION_NAMES)
+    pm = manager(imported)
+    kernel = imported.annotation(("keep_1", "keep_2", "conv_in", "conv_out"))
+    assert kernel == (sw.EMPTY, sw.EMPTY, sw.CHANNEL_IN, sw.CHANNEL_OUT)
+    assert pm.resolve(*kernel, role="param") == P(None, None, None, "fsdp")
+    images = imported.annotation(("conv_batch", "height", "keep_2", "out_channels"))
+    assert images[1:] == (sw.HEIGHT, sw.EMPTY, sw.CHANNEL)
+    assert pm.resolve(*images) == P("fsdp", None, None, "tensor")
+    # Without `names`, each name is an axis of its own, and an unmentioned one is an error.
+    names = ("keep_1", "keep_2", "conv_in", "conv_out")
+    plain = maxtext.to_strategy("diffusion.yml")
+    with raises(sw.UnknownAxisError, "keep_1", fix="names="):
+        plain.annotation(names)
+    write("listed.yml", DIFFUSION + "replicated: [keep_1, keep_2, conv_in]\n")
+    for listed in (
+        maxtext.to_strategy("listed.yml"),
+        maxtext.to_strategy("diffusion.yml", overrides={"replicated": names[:3]}),
+    ):
+        again = manager(listed)
+        assert again.resolve(*listed.annotation(names), role="param") == P(None, None, None, "fsdp")
+        decision = again.explain(*listed.annotation(names), role="param").decisions[0]
+        assert decision.rule is not None
+        assert "replicated" in decision.rule.source
+
+
+def test_replicated_names_have_no_rule() -> None:
+    with raises(sw.StrategyError, "heads", "replicated", path="configuration", fix="remove"):
+        write("twice.yml", DIFFUSION + "replicated: [heads]\n")
+        maxtext.to_strategy("twice.yml")
+    with raises(sw.StrategyError, "replicated", path="configuration", fix="[height, width]"):
+        write("text.yml", DIFFUSION + "replicated: heads\n")
+        maxtext.to_strategy("text.yml")

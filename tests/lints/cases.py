@@ -358,6 +358,15 @@ CASES: dict[str, Case] = {
         fix="or store them over another mesh axis",
         quiet='[rules]\nbatch = "dp"\n[modes.decode.params]\nvocab = "dp"\n',
     ),
+    "a largest dim over a mesh axis of the batch": Case(
+        text='[rules]\nbatch = "fsdp"\n[policy]\nlargest_dim = "fsdp | -"\n',
+        code=Code.NOT_GATHERED,
+        severity=Severity.WARNING,
+        where="s.toml:4 policy.largest_dim",
+        says="weights are stored over fsdp, which also shards BATCH of activations",
+        fix='[policy] gather = "fsdp"',
+        quiet='[rules]\nbatch = "fsdp"\n[policy]\nlargest_dim = "fsdp | -"\ngather = "fsdp"\n',
+    ),
     "a slow network inside an annotation": Case(
         text='[rules]\nbatch = "-"\n',
         tensors={"x": ((sw.FSDP, sw.DP),)},

@@ -192,6 +192,33 @@ def test_norm_along_an_axis_of_your_own() -> None:
     assert "kernel dim 3 CHANNELS" in finding.message
 
 
+def test_channels_are_named_by_the_kind_of_array() -> None:
+    """A ResNet by the words of images has no finding, although inference uses those of an MLP."""
+
+    def conv(x: Any, kernel: Any) -> Any:
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def forward(params: Any, x: Any) -> Any:
+        for block in params["blocks"]:
+            hidden = jax.nn.relu(conv(x, block["up"]) * block["scale"])
+            x = x + conv(hidden, block["down"])
+        return x
+
+    shapes = {"up": (3, 3, 16, 24), "scale": (24,), "down": (3, 3, 24, 16)}
+    block = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    params = {"blocks": [block, block]}
+    image = jax.ShapeDtypeStruct((4, 8, 8, 16), "float32")
+    seeds = [(sw.BATCH, sw.HEIGHT, sw.WIDTH, None)]
+    inferred = sw.infer_axes(forward, params, image, seeds=seeds)
+    kernel = (sw.EMPTY, sw.EMPTY, sw.CHANNEL_IN, sw.CHANNEL_OUT)
+    axes = {"up": kernel, "scale": (sw.CHANNEL,), "down": kernel}
+    assert lint_names({"blocks": [axes, axes]}, inferred) == ()
+    swapped = {**axes, "up": (sw.EMPTY, sw.EMPTY, sw.MLP_INTERMEDIATE, sw.CHANNEL_OUT)}
+    assert lint_names({"blocks": [swapped, axes]}, inferred) != ()
+
+
 def test_conflicts_are_findings() -> None:
     def forward(params: Any, tokens: Any) -> Any:
         total = jax.lax.scan(lambda x, row: (x + (x @ row) * row, None), params[0], params)[0]

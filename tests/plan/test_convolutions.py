@@ -22,7 +22,6 @@ X = jax.ShapeDtypeStruct((16, 8, 8, 8), jnp.float32)
 SPATIAL = """
 version = 1
 [axes]
-height = "rows of an image"
 channels = "channels that a convolution writes"
 kernel_channels = "the same, of its kernel"
 [rules]

@@ -9,19 +9,19 @@ from shardwright.plan import by_axis, carried_axes, read_collectives
 from tests.plan.programs import FIXTURES
 
 MESH = sw.abstract_mesh("dp:2,tp:4")
-CHANNEL = "__CHANNEL__"
+SHADE = "__SHADE__"
 RULES = """
 version = 1
 name = "carried"
 [axes]
-channel = "of a picture"
+shade = "of a picture"
 [rules]
 batch = "dp"
 length = "-"
 embed = "-"
 head = "tp"
 kv_head = "tp | -"
-channel = "sp+tp"
+shade = "sp+tp"
 [params]
 embed = "dp"
 kv_head = "-"
@@ -42,9 +42,9 @@ def test_axis_counts_if_any_rule_names_it() -> None:
     pm = manager()
     assert carried_axes(pm) == {
         "dp": (sw.BATCH, sw.EMBED, sw.VOCAB),
-        "tp": (sw.HEAD, sw.KV_HEAD, sw.VOCAB, CHANNEL),
+        "tp": (sw.HEAD, sw.KV_HEAD, sw.VOCAB, SHADE),
     }
-    assert carried_axes(pm, mode="decode")["tp"] == (sw.HEAD, sw.VOCAB, CHANNEL)
+    assert carried_axes(pm, mode="decode")["tp"] == (sw.HEAD, sw.VOCAB, SHADE)
     assert carried_axes(pm.for_mode("decode")) == carried_axes(pm, mode="decode")
 
 
@@ -75,7 +75,7 @@ def test_collectives_by_possible_axes() -> None:
     assert actual == {
         **dict.fromkeys((sw.BATCH, sw.EMBED), (gathered,)),
         sw.VOCAB: (gathered, reduced),
-        **dict.fromkeys((sw.HEAD, sw.KV_HEAD, CHANNEL), (reduced,)),
+        **dict.fromkeys((sw.HEAD, sw.KV_HEAD, SHADE), (reduced,)),
     }
 
 

@@ -36,6 +36,7 @@ MESHES = {
     "fsdp_tp": "dp:2,fsdp:2,tp:2",
     "fsdp_tp_sp": "dp:2,fsdp:2,tp:2",
     "tensor": "dp:2,tp:4",
+    "vision": "dp:2,fsdp:2,sp:2",
     "sequence": "dp:2,fsdp:2,sp:2",
     "moe_ep": "dp:2,fsdp:2,ep:2",
     "serve_tp": "dp:2,tp:4",

@@ -154,6 +154,7 @@ def test_as_data() -> None:
             {"reason": "indivisible", "candidate": ["tp"], "mesh_axis": "", "detail": "6 % 4 != 0"}
         ],
         "gathered": [],
+        "largest_dim": [],
         "zero1": [],
         "manual": [],
         "unchecked": False,

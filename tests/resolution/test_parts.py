@@ -343,7 +343,7 @@ def test_zero1_in_a_file() -> None:
         (
             "dp | ?",
             sw.StrategyError,
-            facts("?", "state", path="z.toml:2 policy.zero1", fix="-"),
+            facts("?", "sharding", path="z.toml:2 policy.zero1", fix="-"),
         ),
         (
             "dp + | -",

@@ -54,6 +54,7 @@ def test_all_presets_exist() -> None:
         "serve_tp",
         "single",
         "tensor",
+        "vision",
     )
     assert all(Strategy.preset(name).name == name for name in PRESETS)
 

@@ -25,20 +25,22 @@ from shardwright.vocabulary.axes import (
 if TYPE_CHECKING:
     from shardwright.interop.logical_rules import Imported
 
-_SOURCES = ("maxtext", "levanter", "rules")
+_SOURCES = ("maxtext", "maxdiffusion", "levanter", "rules")
 _SEMANTICS = ("flax", "nnx", "strict")
 _NAME = re.compile(r"([^=]+)=([A-Za-z_][A-Za-z0-9_]*)(?::(activation|param))?")
 # By format: the function of Python that imports, and the one that annotates a model.
 _IN_PYTHON = {
     "maxtext": ("maxtext.to_strategy", "flax.annotate(variables, imported.names)"),
+    "maxdiffusion": ("maxtext.to_strategy", "flax.annotate(variables, imported.names)"),
     "levanter": ("levanter.to_strategy", "haliax.annotate(model, imported.names)"),
     "rules": ("to_strategy", "flax.annotate(variables, imported.names)"),
 }
 _EPILOG = f"""\
-FORMAT is maxtext or levanter (a YAML configuration), or rules (a YAML or JSON file with a list of
-pairs, alone or under logical_axis_rules). OVERRIDE is key=value of a configuration. The strategy
-has the same mesh and gives the same specs. Every rule has a comment with the file and line that it
-comes from. Each name becomes an axis of its own, unless --name or --vocabulary maps it.
+FORMAT is maxtext, maxdiffusion or levanter (a YAML configuration), or rules (a YAML or JSON file
+with a list of pairs, alone or under logical_axis_rules). OVERRIDE is key=value of a configuration.
+The strategy has the same mesh and gives the same specs. Every rule has a comment with the file and
+line that it comes from. Each name becomes an axis of its own, unless --name or --vocabulary maps
+it. A key `replicated`, in the file or as an override, lists names that no rule mentions.
 
 examples:
   shardwright import maxtext base.yml ici_tensor_parallelism=4 -o strategy.toml
@@ -59,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         "overrides",
         nargs="*",
         metavar="OVERRIDE",
-        help="maxtext, levanter: key=value, which overrides the file",
+        help="key=value, which overrides a configuration",
     )
     command.add_argument("--mesh", metavar="MESH", help="rules: mesh axes, such as data:2,model:4")
     command.add_argument(
@@ -82,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--vocabulary",
         action="store_true",
-        help="maxtext, levanter: map the names of its models to axes such as EMBED",
+        help="map the names of the library's models to axes such as EMBED",
     )
     command.add_argument(
         "-o", "--out", metavar="FILE", help="write a .toml file (default: print it)"
@@ -180,9 +182,9 @@ def _imported(arguments: argparse.Namespace) -> Imported:
     given = [(f"--name {name}", _axis_of(target)) for name, target in names.items()]
     declare = "declare an axis of your own with --own-axis"
     check_axes(given, arguments.own_axis, declare=declare)
-    if arguments.format == "maxtext":
-        if arguments.vocabulary:
-            names = {**maxtext.NAMES, **names}
+    if arguments.format in ("maxtext", "maxdiffusion"):
+        known = maxtext.NAMES if arguments.format == "maxtext" else maxtext.DIFFUSION_NAMES
+        names = {**known, **names} if arguments.vocabulary else names
         return maxtext.to_strategy(
             arguments.file,
             overrides=dict(map(_override, arguments.overrides)),
@@ -190,9 +192,9 @@ def _imported(arguments: argparse.Namespace) -> Imported:
             own_axes=arguments.own_axis,
         )
     if arguments.format == "levanter":
-        known = haliax.NAMES if arguments.vocabulary else {}
+        listed_names = haliax.NAMES if arguments.vocabulary else {}
         # A name that stands for EMPTY is no axis, and needs no rule.
-        own = {name: axis for name, axis in known.items() if axis != EMPTY}
+        own = {name: axis for name, axis in listed_names.items() if axis != EMPTY}
         axes = {name: target for name, target in names.items() if isinstance(target, str)}
         if roles := [name for name in names if name not in axes]:
             what = f"levanter has the same names in both roles: --name {roles[0]}=... takes no role"

@@ -14,9 +14,11 @@ from typing import Any
 from shardwright.errors import Problem, StrategyError, did_you_mean, raise_problems
 from shardwright.interop import logical_rules
 from shardwright.interop.logical_rules import (
+    REPLICATED_NAMES,
     Imported,
     Modes,
     Names,
+    read_replicated,
     read_yaml,
     resized,
 )
@@ -57,6 +59,25 @@ NAMES: Names = {
     "norm": ("NORM", "param"),
     "layers": ("LAYERS", "param"),
 }
+# The same for MaxDiffusion, whose configurations have the same form. `conv_batch` may have another
+# rule than `activation_batch`, so it stays an axis of its own.
+DIFFUSION_NAMES: Names = {
+    "activation_batch": ("BATCH", "activation"),
+    "activation_length": ("LENGTH", "activation"),
+    "activation_kv_length": ("KV_LENGTH", "activation"),
+    "activation_heads": ("HEAD", "activation"),
+    "activation_kv": ("HEAD_DIM", "activation"),
+    "height": ("HEIGHT", "activation"),
+    "out_channels": ("CHANNEL", "activation"),
+    "embed": ("EMBED", "param"),
+    "heads": ("HEAD", "param"),
+    "mlp": ("MLP_INTERMEDIATE", "param"),
+    "norm": ("NORM", "param"),
+    "keep_1": ("_", "param"),
+    "keep_2": ("_", "param"),
+    "conv_in": ("CHANNEL_IN", "param"),
+    "conv_out": ("CHANNEL_OUT", "param"),
+}
 
 # The mesh axes of MaxText. Its rules may name those that a mesh lacks: they count as size 1.
 _MESH_AXES = (
@@ -72,7 +93,10 @@ _REPLACED = ("mesh_axes", _RULES, "data_sharding")
 _INPUTS = "input_data_sharding_logical_axes"
 # Mesh axes whose sizes have keys of another name.
 _PARALLELISM = {"stage": "pipeline", "model": "tensor"}
-_KEYS = {*_REPLACED, _OVERRIDE, _CUSTOM, _INPUTS, "model_name", "num_slices", "shard_mode"}
+_KEYS = {
+    *(*_REPLACED, _OVERRIDE, _CUSTOM, _INPUTS, REPLICATED_NAMES),
+    *("model_name", "num_slices", "shard_mode"),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +125,8 @@ def to_strategy(
     `override_logical_axis_rules`, they replace all rules. Finally, the file of
     `custom_mesh_and_rule` replaces mesh and rules. Each file is searched for beside the
     configuration and in the folders above. Names that MaxText uses in one mode only become rules of
-    that mode. A mesh axis of MaxText that a rule names and the mesh lacks gets size 1.
+    that mode. A mesh axis of MaxText that a rule names and the mesh lacks gets size 1. A key of our
+    own, `replicated`, lists names that no rule mentions.
 
     Args:
       config: Path of a YAML file, or its content.
@@ -129,13 +154,14 @@ def to_strategy(
         name: next((pair for pair in pairs if pair[0] in known), pairs[0])
         for name, pairs in MODES.items()
     }
+    replicated = read_replicated(merged.values, merged.rules, "configuration")
     imported = logical_rules.to_strategy(
-        merged.rules,
+        [*merged.rules, *replicated],
         # The rules do not depend on sizes, and -1 is not a size. `resized` sets the sizes.
         mesh=dict.fromkeys(mesh, 1),
         names=names,
         modes=modes,
-        source=merged.places,
+        source=[*merged.places, *[f"configuration {REPLICATED_NAMES}"] * len(replicated)],
         own_axes=own_axes,
     )
     if inputs := merged.values.get(_INPUTS):

@@ -41,7 +41,10 @@ def not_gathered(subject: Subject) -> Iterator[Finding]:
     for axis in _TOKENS:
         for name in _activation_axes(subject, axis, MODE_TRAIN):
             tokens.setdefault(name, axis_label(axis))
-    for axis, rule in subject.rules.params[0]:  # of train, the first mode
+    stored = [*subject.rules.params[0]]  # of train, the first mode
+    if (largest_dim := subject.rules.policy.largest_dim) is not None:
+        stored.append(("", largest_dim))  # for whichever axis a weight has
+    for axis, rule in stored:
         if axis in NO_PARAMETER_HAS | _STACKED | {LENGTH} or not _has_parameter(subject, axis):
             continue
         harmless = {*subject.rules.policy.gather, *_activation_axes(subject, axis, MODE_TRAIN)}
@@ -57,9 +60,10 @@ def not_gathered(subject: Subject) -> Iterator[Finding]:
                 Code.NOT_GATHERED,
                 Severity.WARNING,
                 _written_at(subject, axis, rule),
-                message=f"weights with {axis_label(axis)} are stored over {'+'.join(moved)}, which "
-                f"also shards {sharded} of activations, and they are not gathered: XLA chooses for "
-                "every matmul whether to move the weight, activations or partial sums",
+                message=f"weights{axis and f' with {axis_label(axis)}'} are stored over "
+                f"{'+'.join(moved)}, which also shards {sharded} of activations, and they are not "
+                "gathered: XLA chooses for every matmul whether to move the weight, activations or "
+                "partial sums",
                 fix=f'gather them for use, [policy] gather = "{gather}", or store them over '
                 "another mesh axis",
             )
@@ -109,8 +113,9 @@ def _activation_axes(subject: Subject, axis: str, mode: str) -> tuple[str, ...]:
 
 
 def _has_parameter(subject: Subject, axis: str) -> bool:
-    """Tell whether a parameter of the tree has an axis. Without a tree the answer is True."""
-    return subject.tensors is None or axis in subject.axes_of(Role.PARAM)
+    """Tell whether a parameter of the tree has an axis, or any. Without a tree, return True."""
+    axes = subject.axes_of(Role.PARAM)
+    return subject.tensors is None or axis in axes or (not axis and bool(axes))
 
 
 def _splits(subject: Subject, name: str) -> bool:

@@ -10,6 +10,7 @@ from shardwright.lints.finding import Code, Finding, Severity, dim_key
 from shardwright.lints.subject import Subject, role_of
 from shardwright.mesh.build import INFER
 from shardwright.resolution.decisions import Resolution
+from shardwright.resolution.free_axes import policy_notes
 from shardwright.resolution.resolver import explain
 from shardwright.vocabulary.axes import PARALLELISM_AXES, STANDARD_MESH_AXES, Role
 
@@ -148,11 +149,7 @@ def idle_zero1(subject: Subject) -> Iterator[Finding]:
         ):
             return
         reasons = dict.fromkeys(
-            # A note starts with the rule and its place, which ends in "[policy]): ".
-            note.partition("]): ")[2]
-            for resolution in answers
-            for note in resolution.notes
-            if note.startswith(str(rule.ref))
+            note for resolution in answers for note in policy_notes(resolution, rule)
         )
         why, severity = (
             f"for every weight of the tree, {'; '.join(reasons) or 'no dim may be sharded'}",
@@ -209,6 +206,9 @@ def _used(subject: Subject) -> set[str]:
             used.update(decision.mesh_axes)
         for problem in answer.resolution.problems:
             used.update(problem.mesh_axes)
+            if problem.error is ShapeRequiredError and problem.dim is None:
+                # Without a shape, any dim may take what the policy adds.
+                used.update(subject.rules.policy.added_mesh_axes)
             if problem.error is ShapeRequiredError and problem.dim is not None:
                 rule = answer.resolution.decisions[problem.dim].rule
                 # Without a size it is unknown which candidate applies, so all names of the rule
@@ -221,10 +221,11 @@ def _used(subject: Subject) -> set[str]:
         # A tree of parameters alone says nothing about the mesh axes of activations.
         if role not in subject.roles():
             used.update(axis for table in tables for _, rule in table for axis in rule.mesh_axes)
-    if subject.rules.policy.zero1 is not None and not any(
-        tensor.role is Role.STATE for tensor in subject.tensors or ()
-    ):
-        used.update(subject.rules.policy.zero1.mesh_axes)
+    policy, roles = subject.rules.policy, {tensor.role for tensor in subject.tensors or ()}
+    if policy.zero1 is not None and Role.STATE not in roles:
+        used.update(policy.zero1.mesh_axes)
+    if policy.largest_dim is not None and Role.PARAM not in subject.roles():
+        used.update(policy.largest_dim.mesh_axes)
     return used
 
 

@@ -13,6 +13,9 @@ from shardwright.lints.finding import Code, Finding, Severity, dim_key
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import is_annotation
 from shardwright.vocabulary.axes import (
+    CHANNEL,
+    CHANNEL_IN,
+    CHANNEL_OUT,
     EMBED,
     EMPTY,
     HEAD,
@@ -21,6 +24,7 @@ from shardwright.vocabulary.axes import (
     KV_HEAD_DIM,
     KV_LENGTH,
     LENGTH,
+    MLP_INTERMEDIATE,
     NORM,
     QUERY_LENGTH,
     SEMANTIC_AXES,
@@ -29,8 +33,11 @@ from shardwright.vocabulary.axes import (
 from shardwright.vocabulary.lowering import Dim, lower
 from shardwright.vocabulary.merged_dims import MergedDim, axis_text
 
+_CHANNELS: Final = frozenset({CHANNEL, CHANNEL_IN, CHANNEL_OUT})
 # Names that one dim may have, depending on the kind of array.
 _SYNONYMS: Final[tuple[frozenset[str], ...]] = (
+    # Inference names the channels between blocks EMBED, and those inside of a block as in an MLP.
+    *(_CHANNELS | {name} for name in (EMBED, MLP_INTERMEDIATE, NORM)),
     frozenset({EMBED, NORM}),
     frozenset({HEAD_DIM, KV_HEAD_DIM, NORM}),
     frozenset({LENGTH, QUERY_LENGTH, KV_LENGTH}),

@@ -92,12 +92,14 @@ class Subject:
         )
 
     def written(self) -> Iterator[tuple[KeyPath, str, Rule]]:
-        """Yield the key path, axis and rule of every written rule, and `policy.zero1` last."""
+        """Yield the key path, axis and rule of every written rule, and those of the policy last."""
         for table, rules in self.tables.items():
             for axis, rule in rules.items():
                 yield (*table, rule.ref.key), axis, rule
-        if self.rules.policy.zero1 is not None:
-            yield ("policy", "zero1"), "", self.rules.policy.zero1
+        policy = self.rules.policy
+        for key, added in (("largest_dim", policy.largest_dim), ("zero1", policy.zero1)):
+            if added is not None:
+                yield ("policy", key), "", added
 
     def live(self, candidate: tuple[str, ...]) -> tuple[str, ...]:
         """Return a candidate's mesh axes of size > 1; all of them if no mesh is known."""

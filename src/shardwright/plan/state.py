@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import jax
@@ -19,6 +19,7 @@ from shardwright.errors import Problem, ShardingError, StrategyError, did_you_me
 from shardwright.manager.core import Manager
 from shardwright.plan.memory import LeafBytes, TreeBytes, leaf_bytes
 from shardwright.resolution.decisions import DimDecision, Reason, Resolution
+from shardwright.resolution.free_axes import policy_notes
 from shardwright.resolution.request import ShardingRequest
 from shardwright.trees.tensors import Tensor, is_dtype
 from shardwright.vocabulary.axes import Role
@@ -273,9 +274,7 @@ def _leaf(manager: Manager, array: CountedArray) -> StateLeaf:
     else:
         sharding = source or NamedSharding(manager.mesh, PartitionSpec())
     counted = leaf_bytes(array.value, sharding, path=array.path)
-    causes = tuple(
-        _cause(resolution, counted, axis, manager.mesh.shape) for axis in counted.replicated_over
-    )
+    causes = tuple(_cause(resolution, counted, axis, manager) for axis in counted.replicated_over)
     # The role that the annotation resolves to tells weights from inputs.
     category = array.category
     if category is None:
@@ -284,19 +283,24 @@ def _leaf(manager: Manager, array: CountedArray) -> StateLeaf:
     return StateLeaf(category=category, bytes=counted, causes=causes)
 
 
-def _cause(
-    resolution: Resolution | None, counted: LeafBytes, axis: str, sizes: Mapping[str, int]
-) -> Cause:
+def _cause(resolution: Resolution | None, counted: LeafBytes, axis: str, manager: Manager) -> Cause:
     """Return the rule that skipped the mesh axis because of a size, else that of the largest dim.
 
-    The largest dim is the one with the most elements per device that the mesh axis divides.
+    The largest dim is the one with the most elements per device that the mesh axis divides. If
+    `policy.largest_dim` names the mesh axis, it says why it does not shard the array over it.
     """
+    sizes, policy = manager.mesh.shape, manager.rules.policy.largest_dim
     devices = sizes[axis]
     saves = counted.per_device - -(-counted.per_device // devices)
     decisions = () if resolution is None else resolution.decisions
     if not decisions:
         why = "not annotated" if counted.shape else "a scalar"
         return Cause(mesh_axis=axis, rule="", place="", why=why, saves=saves)
+    if policy is not None and axis in policy.mesh_axes:
+        assert resolution is not None
+        if notes := policy_notes(resolution, policy):
+            ref, why = policy.ref, "; ".join(notes)
+            return Cause(mesh_axis=axis, rule=ref.written, place=ref.place, why=why, saves=saves)
     for decision in decisions:
         for skip in decision.skipped:
             if skip.reason is Reason.INDIVISIBLE and axis in skip.candidate:

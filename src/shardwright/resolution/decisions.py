@@ -163,6 +163,7 @@ class DimDecision:
       rule: The rule that decided, or None.
       skipped: Mesh axes and candidates that were skipped before, in order.
       gathered: Mesh axes that shard the stored weight, but are gathered for use.
+      largest_dim: Mesh axes among `mesh_axes` or `gathered` that `policy.largest_dim` added.
       zero1: Mesh axes among `mesh_axes` that optimizer state has in addition to its parameter.
       manual: Mesh axes among `mesh_axes` that an enclosing `shard_map` has already applied.
       unchecked: Whether divisibility was not checked, because no size was given or because JAX
@@ -177,6 +178,7 @@ class DimDecision:
     rule: RuleRef | None = None
     skipped: tuple[Skip, ...] = ()
     gathered: tuple[str, ...] = ()
+    largest_dim: tuple[str, ...] = ()
     zero1: tuple[str, ...] = ()
     manual: tuple[str, ...] = ()
     unchecked: bool = False
@@ -211,10 +213,11 @@ class DimDecision:
         # An EMPTY skip follows the skips of all its mesh axes, which give the reason already.
         skips = dict.fromkeys(str(skip) for skip in self.skipped if skip.reason is not Reason.EMPTY)
         parts = [*skips, *([outcome] if outcome else [])]
+        for policy, added in (("largest_dim", self.largest_dim), ("zero1", self.zero1)):
+            if added:
+                parts.append(f"{'+'.join(added)} by {policy}")
         if self.gathered:
             parts.append("gathered over " + "+".join(self.gathered))
-        if self.zero1:
-            parts.append("+".join(self.zero1) + " by zero1")
         if self.manual:
             parts.append("+".join(self.manual) + " already applied by shard_map")
         if self.unchecked:

@@ -22,7 +22,8 @@ from shardwright.errors import (
 from shardwright.mesh.build import MeshSizes, mesh_sizes
 from shardwright.resolution.decide import Decider
 from shardwright.resolution.decisions import DimDecision, ModeFrom, Outcome, Resolution
-from shardwright.resolution.parts import Derived, add_zero1, take_part
+from shardwright.resolution.free_axes import StoredDims, add_largest_dim, add_zero1
+from shardwright.resolution.parts import Derived, take_part
 from shardwright.resolution.request import ShardingRequest, as_role
 from shardwright.resolution.rule_order import decide_in_rule_order
 from shardwright.resolution.rules import AxisRules, Order
@@ -142,6 +143,9 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
         path=path,
         manual=request.manual,
     )
+    array = StoredDims(
+        dims=lowered.dims, sizes=sizes, fits=decider.fits, path=path, manual=request.manual
+    )
     if isinstance(annotation, PartOf):
         # The whole array of a part resolves under its own shape and path.
         # State follows the stored parameter. What only state has, zero1 adds below.
@@ -170,13 +174,11 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
             problems=tuple(decider.problems),
             notes=notes,
         )
+        derived = derived if role is Role.ACTIVATION else _as_weight(derived, decider, array)
     # zero1 sees the decisions of the parameter before Manual mesh axes are marked, since it adds to
     # the mesh axes that shard the stored parameter.
     if role is Role.STATE:
-        zero1 = rules.policy.zero1
-        derived = add_zero1(
-            derived, zero1, dims=lowered.dims, path=path, sizes=sizes, fits=decider.fits
-        )
+        derived = add_zero1(derived, rules.policy.zero1, array)
     return Resolution(
         annotation=describe(annotation),
         decisions=marked_manual(derived.decisions, request.manual),
@@ -192,16 +194,21 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
 
 def _decide_all(decider: Decider, dims: Sequence[Dim]) -> tuple[DimDecision, ...]:
     if decider.rules.policy.order is Order.RULES:
-        decisions = decide_in_rule_order(decider, dims)
-    else:
-        decisions = [decider.decide(position, dim) for position, dim in enumerate(dims)]
-    if decider.role is Role.USE:
-        # Only now: a mesh axis that is gathered is still taken for the dims after it. So the spec
-        # in use is the stored spec without some mesh axes, and gathering moves nothing else.
-        decisions = [
-            decider.gathered(decision, dim) for decision, dim in zip(decisions, dims, strict=True)
-        ]
-    return tuple(decisions)
+        return tuple(decide_in_rule_order(decider, dims))
+    return tuple(decider.decide(position, dim) for position, dim in enumerate(dims))
+
+
+def _as_weight(derived: Derived, decider: Decider, array: StoredDims) -> Derived:
+    """Apply what the policy says of weights to the decisions by the rules."""
+    derived = add_largest_dim(derived, decider.rules.policy, array)
+    if decider.role is not Role.USE:
+        return derived
+    # Only now: a mesh axis that is gathered is still taken for the dims after it. So the spec in
+    # use is the stored spec without some mesh axes, and gathering moves nothing else.
+    pairs = zip(derived.decisions, array.dims, strict=True)
+    return dataclasses.replace(
+        derived, decisions=tuple(decider.gathered(decision, dim) for decision, dim in pairs)
+    )
 
 
 def marked_manual(

@@ -32,7 +32,14 @@ from shardwright.vocabulary.axes import (
 )
 from shardwright.vocabulary.integers import quoted
 from shardwright.vocabulary.modes import MODE_NAMES, MODES, parse_mode
-from shardwright.vocabulary.read import Faults, FieldKind, choice, passes, read_fields
+from shardwright.vocabulary.read import (
+    Faults,
+    FieldKind,
+    choice,
+    integer,
+    passes,
+    read_fields,
+)
 
 
 class Fallback(enum.StrEnum):
@@ -141,13 +148,13 @@ _MESH_AXES: Final = passes(
 )
 
 
-def _read_state_rule(name: str, value: Any) -> tuple[Any, Faults]:
+def _read_added_rule(name: str, value: Any) -> tuple[Any, Faults]:
     if value is not None and not isinstance(value, Rule):
         fix = 'write shardwright.resolution.rules.parse_rule("dp | -"), or None for no mesh axes'
         return value, [(f"{name}={quoted(value)} is not a Rule", fix)]
     if value is not None and value.fallback is Fallback.UNCONSTRAINED:
         what = f'{name} is "{value.ref.text}", and "?" is for activations only: '
-        return value, [(what + "optimizer state needs a sharding", 'end the rule in "-"')]
+        return value, [(what + "what is stored needs a sharding", 'end the rule in "-"')]
     return value, []
 
 
@@ -169,13 +176,17 @@ class Policy:
       gather: Mesh axes over which a weight is gathered where it is used.
       missing: For an absent mesh axis: drop it from its candidate, or replicate the whole dim.
       rank: For another rank: raise an error, or cut and pad the annotation to the array's rank.
+      largest_dim: Candidates of mesh axes that shard each stored weight along its largest free dim
+        that divides, or None.
+      largest_dim_min_size: Number of elements below which `largest_dim` leaves a weight alone.
       zero1: Candidates of mesh axes that shard optimizer state in addition to its parameter, or
         None.
       idle: Mesh axes that no rule names, on purpose: everything is replicated over them.
 
     Raises:
       StrategyError: A choice does not exist; a name in `gather` or `idle` occurs twice or cannot
-        name a mesh axis; or `zero1` is not a rule, or ends in "?".
+        name a mesh axis; `zero1` or `largest_dim` is not a rule, or ends in "?"; or the minimum
+        size is not a number of elements.
     """
 
     indivisible: Annotated[Indivisible, choice(Indivisible)] = Indivisible.ERROR
@@ -184,11 +195,19 @@ class Policy:
     gather: Annotated[tuple[str, ...], _MESH_AXES] = ()
     missing: Annotated[Missing, choice(Missing)] = Missing.SKIP
     rank: Annotated[Rank, choice(Rank)] = Rank.ERROR
-    zero1: Annotated[Rule | None, FieldKind(_read_state_rule)] = None
+    largest_dim: Annotated[Rule | None, FieldKind(_read_added_rule)] = None
+    largest_dim_min_size: Annotated[int, integer(0)] = 0
+    zero1: Annotated[Rule | None, FieldKind(_read_added_rule)] = None
     idle: Annotated[tuple[str, ...], _MESH_AXES] = ()
 
     def __post_init__(self) -> None:
         read_fields(self, error=StrategyError)
+
+    @property
+    def added_mesh_axes(self) -> tuple[str, ...]:
+        """Every mesh axis that `largest_dim` and `zero1` name."""
+        rules = (self.largest_dim, self.zero1)
+        return tuple(axis for rule in rules if rule is not None for axis in rule.mesh_axes)
 
 
 POLICY_PRESETS: dict[str, Policy] = {
@@ -328,7 +347,7 @@ class AxisRules:
         }
         for mode, table in zip(MODES, self.params, strict=True):
             # All roles of a weight have one table. They differ after the decision: `use` drops the
-            # gathered mesh axes, `state` adds those of zero1.
+            # gathered mesh axes, `state` adds those of zero1. All of them add largest_dim's.
             tables[mode, Role.PARAM] = tables[mode, Role.USE] = tables[mode, Role.STATE] = dict(
                 table
             )
@@ -417,8 +436,7 @@ class AxisRules:
         # The tables of the modes share most of their rules.
         rules = {id(rule): rule for table in tables for _, rule in table}
         named = [axis for rule in rules.values() for axis in rule.mesh_axes]
-        zero1 = self.policy.zero1.mesh_axes if self.policy.zero1 is not None else ()
-        return tuple(dict.fromkeys([*named, *self.policy.gather, *zero1]))
+        return tuple(dict.fromkeys([*named, *self.policy.gather, *self.policy.added_mesh_axes]))
 
 
 def default_rule(axis: str) -> Rule | None:

@@ -125,7 +125,7 @@ def decision_data(decision: DimDecision) -> dict[str, Any]:
         "size": size if size is None or type(size) is int else str(size),
         "mesh_axes": list(decision.mesh_axes),
         **named(decision, "outcome", "rule"),
-        **named(decision, "skipped", "gathered", "zero1", "manual", "unchecked"),
+        **named(decision, "skipped", "gathered", "largest_dim", "zero1", "manual", "unchecked"),
     }
 
 

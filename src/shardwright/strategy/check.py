@@ -87,7 +87,8 @@ def _mesh_name_problems(
 ) -> Iterator[Problem]:
     mesh = tuple(data.get("mesh") or ()) if isinstance(data.get("mesh"), Mapping) else ()
     rules = [(path, rule) for path, table in parsed.tables.items() for rule in table.values()]
-    rules += [(("policy",), rule) for rule in (parsed.gather, parsed.zero1) if rule is not None]
+    policies = (parsed.gather, parsed.largest_dim, parsed.zero1)
+    rules += [(("policy",), rule) for rule in policies if rule is not None]
     idle = [(("policy",), parsed.idle)] if parsed.idle is not None else []
     known = list(dict.fromkeys([*mesh, *STANDARD_MESH_AXES]))
     for path, rule in [*rules, *idle]:

@@ -17,6 +17,7 @@ from shardwright.resolution.rules import (
     Order,
     Policy,
     Rank,
+    Rule,
     TensorRules,
     build_rules,
 )
@@ -74,8 +75,14 @@ def _compile_policy(table: Any, parsed: ParsedTables) -> Policy:
         order=Order(table.order or base.order),
         gather=parsed.gather.mesh_axes if parsed.gather is not None else (),
         idle=parsed.idle.mesh_axes if parsed.idle is not None else (),
-        # An absent key is read as "-", which has no candidates and shards no state.
-        zero1=parsed.zero1 if parsed.zero1 is not None and parsed.zero1.candidates else None,
+        largest_dim=_added(parsed.largest_dim),
+        largest_dim_min_size=table.largest_dim_min_size,
+        zero1=_added(parsed.zero1),
         missing=Missing(table.missing or base.missing),
         rank=Rank(table.rank or base.rank),
     )
+
+
+def _added(rule: Rule | None) -> Rule | None:
+    """Return a rule that adds mesh axes. An absent key is read as "-", which adds none."""
+    return rule if rule is not None and rule.candidates else None

@@ -149,6 +149,16 @@ class PolicyTable(BaseModel):
         default="-",
         description='Mesh axes over which a weight is gathered before use, "fsdp+sp".',
     )
+    largest_dim: str = Field(
+        default="-",
+        description="Mesh axes that shard each stored weight along its largest free dim that "
+        'divides, "fsdp | -".',
+    )
+    largest_dim_min_size: int = Field(
+        default=0,
+        ge=0,
+        description="Number of elements below which `largest_dim` leaves a weight alone.",
+    )
     zero1: str = Field(
         default="-",
         description='Mesh axes that shard optimizer state in addition to its parameter, "dp | -".',

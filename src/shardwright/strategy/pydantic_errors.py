@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 # What was expected, and the fix, by pydantic's type of error.
 _EXPECTED = {
     "int_type": ("expected an integer", "write an integer"),
+    "greater_than_equal": ("expected 0 or more", "write 0, or a larger integer"),
     "dict_type": ("expected a table", "write a table: [{table}] and a line for each key"),
     "model_type": ("expected a table", "write a table: [{table}] and a line for each key"),
     "list_type": ("expected entries", "write [[{table}]] with two brackets above each entry"),
 }
 # Keys of [policy] whose value is one set of mesh axes, without fallbacks.
 _AXIS_SETS = (("policy", "gather"), ("policy", "idle"))
+# Keys of [policy] whose value is a rule.
+_ADDED = (("policy", "largest_dim"), ("policy", "zero1"))
 
 
 def problems_of(
@@ -107,7 +110,7 @@ def _fix_for_text(value: Any, path: KeyPath) -> str:
     """
     is_set = path in _AXIS_SETS
     in_table = path[0] in ("rules", "params", "modes", "tensors") and path[-1] != "match"
-    if not (is_set or in_table or path == ("policy", "zero1")):
+    if not (is_set or in_table or path in _ADDED):
         return "write text in quotes"
     is_names = isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
     if not is_names or not value:

@@ -22,7 +22,8 @@ class ParsedTables:
       tables: Rules of every table, by key path and then axis. Rules that do not parse are left out.
       orders: For each array of tables, the axis of every candidate, in the order written.
       gather: Rule of `policy.gather`: one candidate, or "-". None if it is neither.
-      zero1: Rule of `policy.zero1`. None if it does not parse.
+      largest_dim: Rule of `policy.largest_dim`. None if it does not parse.
+      zero1: The same for `policy.zero1`.
       idle: Rule of `policy.idle`: one candidate, or "-". None if it is neither.
       problems: Every problem of the rules' texts.
     """
@@ -30,6 +31,7 @@ class ParsedTables:
     tables: dict[KeyPath, dict[str, Rule]]
     orders: dict[KeyPath, list[str]]
     gather: Rule | None
+    largest_dim: Rule | None
     zero1: Rule | None
     idle: Rule | None
     problems: tuple[Problem, ...]
@@ -97,13 +99,15 @@ def parse_rules(data: Mapping[str, Any], origin: KeySources) -> ParsedTables:
                 # table.
                 rule = _continued(parsed[axis], rule)
             parsed[axis] = rule
-    gather, zero1, idle = (
-        _policy_rule(key, data, origin, problems) for key in ("gather", "zero1", "idle")
+    gather, largest_dim, zero1, idle = (
+        _policy_rule(key, data, origin, problems)
+        for key in ("gather", "largest_dim", "zero1", "idle")
     )
     return ParsedTables(
         tables=tables,
         orders=orders,
         gather=gather,
+        largest_dim=largest_dim,
         zero1=zero1,
         idle=idle,
         problems=tuple(problems),
@@ -173,7 +177,7 @@ def _policy_rule(
     if rule is None:
         return None
     what = fix = ""
-    if key != "zero1" and (
+    if key in ("gather", "idle") and (
         len(rule.candidates) + bool(rule.fallback) != 1 or rule.fallback is Fallback.UNCONSTRAINED
     ):
         what = f'"{text}" is not one set of mesh axes'
@@ -182,7 +186,7 @@ def _policy_rule(
             fix = 'write "replica", "replica+other" for several, or "-" for none'
     elif rule.fallback is Fallback.UNCONSTRAINED:
         what, fix = (
-            '"?" is for activations only: optimizer state needs a sharding',
+            '"?" is for activations only: what is stored needs a sharding',
             'write "-", or mesh axes such as "dp | -"',
         )
     if what:

@@ -32,6 +32,11 @@ LAYERS: Final = "__LAYERS__"
 PAGE: Final = "__PAGE__"
 NORM: Final = "__NORM__"
 CAPACITY: Final = "__CAPACITY__"
+HEIGHT: Final = "__HEIGHT__"
+WIDTH: Final = "__WIDTH__"
+CHANNEL: Final = "__CHANNEL__"
+CHANNEL_IN: Final = "__CHANNEL_IN__"
+CHANNEL_OUT: Final = "__CHANNEL_OUT__"
 
 DATA_PARALLEL: Final = "__DATA_PARALLEL__"
 FULLY_SHARDED_DATA_PARALLEL: Final = "__FULLY_SHARDED_DATA_PARALLEL__"
@@ -70,6 +75,11 @@ SEMANTIC_AXES: tuple[str, ...] = (
     PAGE,
     NORM,
     CAPACITY,
+    HEIGHT,
+    WIDTH,
+    CHANNEL,
+    CHANNEL_IN,
+    CHANNEL_OUT,
 )
 PARALLELISM_AXES: dict[str, str] = {DP: "dp", FSDP: "fsdp", TP: "tp", EP: "ep", SP: "sp", PP: "pp"}
 STANDARD_MESH_AXES: tuple[str, ...] = tuple(PARALLELISM_AXES.values())

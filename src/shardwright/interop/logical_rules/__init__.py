@@ -6,6 +6,8 @@ names of arrays. Every bridge may use this package. Code for one library belongs
 """
 
 from shardwright.interop.logical_rules.checked import checked as checked
+from shardwright.interop.logical_rules.files import REPLICATED_NAMES as REPLICATED_NAMES
+from shardwright.interop.logical_rules.files import read_replicated as read_replicated
 from shardwright.interop.logical_rules.files import read_rules as read_rules
 from shardwright.interop.logical_rules.files import read_yaml as read_yaml
 from shardwright.interop.logical_rules.files import read_yaml_tree as read_yaml_tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from shardwright.strategy.foreign_files import read_json, read_text
 from shardwright.strategy.limits import LONGEST_FILE
 
 RULES = "logical_axis_rules"
+REPLICATED_NAMES = "replicated"
 # Keys below this depth have no line of their own.
 _DEEPEST = 4
 _MOST_VALUES = 1_000_000
@@ -19,7 +21,8 @@ _MOST_VALUES = 1_000_000
 def read_rules(path: Path) -> tuple[list[Any], list[str]]:
     """Read a file of rules, and return them with the place of each.
 
-    A file is a list of pairs, or has one under `logical_axis_rules`.
+    A file is a list of pairs, or has one under `logical_axis_rules`. Names that it lists under
+    `replicated` follow, as rules without mesh axes.
 
     Raises:
       StrategyError: The file cannot be read, is neither YAML nor JSON, or has no list of rules.
@@ -36,10 +39,33 @@ def read_rules(path: Path) -> tuple[list[Any], list[str]]:
     if not isinstance(rules, list):
         what = f"the file is not a list of rules, and has none under {RULES}"
         raise StrategyError(what, path=path.name, fix=f"write {RULES}: [[embed, fsdp]]")
-    if len(lines) == len(rules):
-        return rules, [f"{path.name}:{line}" for line in lines]
     # JSON is read without lines, so its rules have numbers instead.
-    return rules, [f"{path.name}[{at}]" for at in range(len(rules))]
+    places = [f"{path.name}[{at}]" for at in range(len(rules))]
+    if len(lines) == len(rules):
+        places = [f"{path.name}:{line}" for line in lines]
+    more = read_replicated(values, rules, path.name) if isinstance(values, dict) else []
+    return [*rules, *more], [*places, *[f"{path.name} {REPLICATED_NAMES}"] * len(more)]
+
+
+def read_replicated(values: Mapping[str, Any], rules: Sequence[Any], place: str) -> list[Any]:
+    """Return a rule without mesh axes for each name under `replicated`.
+
+    A model may have names that no rule mentions, and libraries of flax replicate them. Here the
+    file says so, because such a name may also be misspelled.
+
+    Raises:
+      StrategyError: The value is not a list of names, or one of them has a rule.
+    """
+    names = values.get(REPLICATED_NAMES) or []
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        what, fix = "is not a list of names", f"write {REPLICATED_NAMES}: [height, width]"
+        raise StrategyError(f"{REPLICATED_NAMES} {what}", path=place, fix=fix)
+    # A malformed rule is reported when the rules are read.
+    ruled = {rule[0] for rule in rules if isinstance(rule, (list, tuple)) and rule}
+    if twice := [name for name in names if name in ruled]:
+        what = f"{', '.join(twice)} under {REPLICATED_NAMES} has a rule too"
+        raise StrategyError(what, path=place, fix="remove it from one of the two")
+    return [[name, None] for name in names]
 
 
 def read_yaml(path: Path, key: str) -> tuple[Any, list[int]]:

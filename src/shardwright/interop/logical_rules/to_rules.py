@@ -57,9 +57,9 @@ def to_logical_axis_rules(
     Raises:
       ShapeRequiredError: A rule depends on a size that is not given.
       IndivisibleError: A size does not divide, and the strategy has no fallback for it.
-      StrategyError: A list cannot express the rules: the policy is `conflict = "first_dim"`, or an
-        axis that is mapped without a role has one rule as an activation and another as a param. Or
-        `pm` is not a manager.
+      StrategyError: A list cannot express the rules: the policy is `conflict = "first_dim"` or sets
+        `largest_dim`, or an axis that is mapped without a role has one rule as an activation and
+        another as a param. Or `pm` is not a manager.
       UnknownAxisError: The strategy has no axis of this name; all are reported at once.
     """
     exported = _ranked_rules(pm, names, sizes)
@@ -76,6 +76,10 @@ def _ranked_rules(
     if pm.rules.policy.conflict is Conflict.FIRST_DIM:
         what = 'conflict = "first_dim" cannot be written as a list of rules'
         raise StrategyError(what, fix='use conflict = "next" or "error"')
+    if (largest_dim := pm.rules.policy.largest_dim) is not None:
+        what = "largest_dim reads the sizes of a weight, which a list of rules cannot express"
+        fix = 'shard by name instead, such as [params] embed = "fsdp"'
+        raise StrategyError(what, rule=str(largest_dim.ref), fix=fix)
     is_ordered = pm.rules.policy.order is Order.RULES
     ranked: list[tuple[Any, tuple[str, MeshAxes]]] = []
     for place, (name, target) in enumerate(names.items()):

@@ -129,7 +129,8 @@ def with_settings(base: Strategy, settings: Settings) -> Strategy:
         # A key without a table is a rule.
         for part in tables or ["rules"]:
             table = table.setdefault(part, {})
-        table[name] = text
+        # `policy.largest_dim_min_size` is the only setting besides the mesh that is a number.
+        table[name] = int(text) if name == "largest_dim_min_size" and text.isdecimal() else text
     return base | type(base)(**data) if settings else base
 
 

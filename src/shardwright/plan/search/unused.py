@@ -55,8 +55,8 @@ class UnusedAxes:
 
     def _used(self, strategy: Strategy) -> set[str]:
         rules = strategy.compile()
-        # `zero1` shards optimizer state over mesh axes that no rule has to name.
-        used = set(rules.policy.zero1.mesh_axes if rules.policy.zero1 is not None else ())
+        # `zero1` and `largest_dim` shard over mesh axes that no rule has to name.
+        used = set(rules.policy.added_mesh_axes)
         for mode in self._programs:
             for request in self._requests(strategy, mode):
                 used |= _mesh_axes(request, rules, mode)

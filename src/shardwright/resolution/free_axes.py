@@ -1,0 +1,228 @@
+"""Shard a weight or its state over mesh axes that its rules leave free.
+
+`[policy] largest_dim` adds mesh axes to stored weights, and `zero1` adds some to optimizer state.
+Both try candidates in order, and give the free mesh axes of the first that fits to one dim. They
+differ in the dims that may take them. `decide` decides whether a size divides: the resolver passes
+that function in as `fits`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from shardwright import _jax
+from shardwright.errors import IndivisibleError, Problem, ShapeRequiredError
+from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
+from shardwright.resolution.parts import Derived, Fits
+from shardwright.resolution.rules import Fallback, Policy, Rule
+from shardwright.vocabulary.axes import LAYERS
+from shardwright.vocabulary.lowering import Dim
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredDims:
+    """The array that gets mesh axes.
+
+    Attributes:
+      dims: Lowered dims.
+      sizes: Size of each mesh axis.
+      fits: Tells whether a size divides over mesh axes.
+      path: Path of the array, or None.
+      manual: Mesh axes that an enclosing `shard_map` has already applied.
+    """
+
+    dims: Sequence[Dim]
+    sizes: Mapping[str, int]
+    fits: Fits
+    path: str | None
+    manual: frozenset[str]
+
+    def judged(self, decision: DimDecision) -> int | None:
+        """Return the size that must divide. For a merged dim it is the size of the first member."""
+        dim = self.dims[decision.dim]
+        return dim.merged[0][1] if dim.merged and dim.size == decision.size else decision.size
+
+
+def add_zero1(param: Derived, rule: Rule | None, array: StoredDims) -> Derived:
+    """Shard optimizer state over mesh axes that its parameter does not use.
+
+    The first dim that also divides over all free mesh axes is sharded over them, as its minor axes.
+    Dims annotated `EMPTY` are never sharded.
+
+    Args:
+      param: Decisions of the parameter.
+      rule: Candidates in order, or None to add no mesh axes. If the rule ends in `-`, state that no
+        candidate fits is sharded like its parameter.
+      array: The state.
+    """
+    if rule is None or param.problems:
+        return param
+    # This is stage 1 of ZeRO (arXiv:1910.02054). A dim of each state is sharded, and not a flat
+    # buffer of all states, so that each state keeps its shape and has a spec.
+    able = [decision for decision in param.decisions if decision.outcome is not Outcome.EMPTY]
+    return _added("zero1", param, rule, able, array)
+
+
+def add_largest_dim(weight: Derived, policy: Policy, array: StoredDims) -> Derived:
+    """Shard a weight over mesh axes that its rules do not use, along its largest free dim.
+
+    A dim is free if its rule gives it no mesh axis. Dims annotated `EMPTY`, LAYERS and entries of a
+    literal spec are never sharded. A weight of fewer than `policy.largest_dim_min_size` elements
+    keeps its decisions, and so does one that no candidate fits if the rule ends in `-`.
+
+    Args:
+      weight: Decisions of the weight by its rules.
+      policy: The policy, with the candidates in order.
+      array: The weight.
+    """
+    rule = policy.largest_dim
+    if rule is None or weight.problems:
+        return weight
+    able = [
+        decision
+        for decision in weight.decisions
+        if decision.outcome is not Outcome.EMPTY
+        and array.dims[decision.dim].literal is None
+        # A scan reads one layer in each step. If the layers were sharded, every step would need a
+        # layer that only one device holds.
+        and LAYERS not in array.dims[decision.dim].axes
+    ]
+    try:
+        # By size of the whole dim, and among equal ones the first. `fits` judges a merged dim by
+        # its first member.
+        able.sort(key=lambda decision: -(decision.size or 0))
+        elements = math.prod(decision.size or 0 for decision in weight.decisions)
+        # Elements and not bytes, so that moments in float32 follow their parameter in bfloat16.
+        is_small = elements < policy.largest_dim_min_size
+    except _jax.Inconclusive:
+        able, is_small = [dataclasses.replace(decision, size=None) for decision in able], False
+    if able and is_small and all(decision.size is not None for decision in able):
+        least = f"largest_dim_min_size = {policy.largest_dim_min_size}"
+        return _noted(weight, rule, f"{elements} elements are fewer than {least}")
+    return _added("largest_dim", weight, rule, able, array)
+
+
+def policy_notes(resolution: Resolution, rule: Rule) -> list[str]:
+    """Return what a rule of the policy did to an array, or why it did nothing."""
+    mark = f"{rule.ref}: "
+    return [note.removeprefix(mark) for note in resolution.notes if note.startswith(mark)]
+
+
+def _added(
+    policy: str, found: Derived, rule: Rule, able: Sequence[DimDecision], array: StoredDims
+) -> Derived:
+    """Give the free mesh axes of the first candidate that fits to one of the dims `able`.
+
+    Args:
+      policy: Key of the policy, which is also the field of `DimDecision` with the added mesh axes.
+      found: Decisions by the rules of the axes.
+      rule: Candidates in order.
+      able: Dims that may be sharded further, in the order in which they are tried.
+      array: The array.
+    """
+    taken = {axis for decision in found.decisions for axis in decision.mesh_axes}
+    tried = []
+    for candidate in rule.candidates if able else ():
+        live = tuple(axis for axis in candidate if array.sizes.get(axis, 1) > 1)
+        free = tuple(axis for axis in live if axis not in taken)
+        if not free:
+            why = f"in the mesh, no axis of {'+'.join(candidate)} has more than one device"
+            if live:
+                why = f"the parameter is already sharded over {'+'.join(live)}"
+            found = _noted(found, rule, why)
+            continue
+        chosen = _first_fitting(policy, able, free, rule, array)
+        if isinstance(chosen, Problem):
+            problem = dataclasses.replace(chosen, path=array.path or "")
+            return dataclasses.replace(found, problems=(problem,))
+        if chosen is not None:
+            return _widened(policy, found, chosen, free, rule)
+        tried.append(free)
+    # If no candidate had free mesh axes, no size is at fault, and that is no error.
+    if not tried or rule.fallback is Fallback.REPLICATED:
+        words = "free dim" if policy == "largest_dim" else "dim also"
+        notes = [f"no {words} divides over {'+'.join(free)}" for free in tried]
+        return _noted(found, rule, *notes)
+    problem = _none_fits(policy, able, tried[0], rule, array)
+    return dataclasses.replace(found, problems=(problem,))
+
+
+def _first_fitting(
+    policy: str, able: Sequence[DimDecision], free: tuple[str, ...], rule: Rule, array: StoredDims
+) -> DimDecision | Problem | None:
+    """Return the first dim that also divides over `free`, or None.
+
+    Return a problem if a size is unknown or symbolic, so that the dim cannot be determined.
+    """
+    what = f"which dim {policy} shards depends on the sizes"
+    fix = "pass shape=, with symbolic sizes as multiples, such as 8*b"
+    if policy == "largest_dim":
+        # Along a Manual mesh axis sizes are local, and the largest local dim may be another one.
+        # `zero1` takes the first dim that divides, and along a Manual mesh axis each does.
+        if manual := [axis for axis in free if axis in array.manual]:
+            what += f", and inside shard_map over {'+'.join(manual)} they are local"
+            fix = "use gather, which finds the global shape or takes it as shape=, or annotate "
+            fix += "the value as an activation"
+            able = [dataclasses.replace(decision, size=None) for decision in able]
+        able = [decision for decision in able if not decision.mesh_axes]
+    unknown = Problem(error=ShapeRequiredError, what=what, rule=str(rule.ref), fix=fix)
+    # With one size unknown, an earlier or a later dim may be the first that divides.
+    if any(array.judged(decision) is None for decision in able):
+        return unknown
+    for decision in able:
+        size = array.judged(decision)
+        try:
+            if size is not None and array.fits(size, (*decision.mesh_axes, *free)):
+                return decision
+        except _jax.Inconclusive:
+            what = f"which dim {policy} shards depends on the size {size}"
+            return dataclasses.replace(unknown, what=what, dim=decision.dim)
+    return None
+
+
+def _noted(found: Derived, rule: Rule, *notes: str) -> Derived:
+    return dataclasses.replace(
+        found, notes=(*found.notes, *(f"{rule.ref}: {note}" for note in notes))
+    )
+
+
+def _widened(
+    policy: str, found: Derived, chosen: DimDecision, free: tuple[str, ...], rule: Rule
+) -> Derived:
+    # As minor axes, so that the state of a device belongs to its own shard of the parameter.
+    axes = (*chosen.mesh_axes, *free)
+    wider = dataclasses.replace(chosen, mesh_axes=axes, **{policy: free})  # type: ignore[arg-type]
+    decisions = tuple(
+        wider if decision.dim == chosen.dim else decision for decision in found.decisions
+    )
+    note = f"{'+'.join(free)} on dim {chosen.dim} {chosen.label}"
+    if policy == "largest_dim":
+        note += f", the largest free dim that divides ({chosen.size})"
+    return _noted(dataclasses.replace(found, decisions=decisions), rule, note)
+
+
+def _none_fits(
+    policy: str, able: Sequence[DimDecision], free: tuple[str, ...], rule: Rule, array: StoredDims
+) -> Problem:
+    what, then = "no dim of this optimizer state also divides", "such state like its parameter"
+    if policy == "largest_dim":
+        what, then = "no free dim of this weight divides", "such a weight by its rules alone"
+    tries = []
+    for decision in able:
+        if policy == "largest_dim" and decision.mesh_axes:
+            over = "+".join(decision.mesh_axes)
+            tries.append(f"dim {decision.dim} {decision.label} is sharded over {over}")
+            continue
+        sizes = [f"{axis}={array.sizes[axis]}" for axis in (*decision.mesh_axes, *free)]
+        tries.append(f"{array.judged(decision)} over {', '.join(sizes)}")
+    fix = f'end {policy} in a fallback, {policy} = "{rule.ref.text} | -", which shards {then}'
+    return Problem(
+        error=IndivisibleError,
+        what=f"{what} over {'+'.join(free)}: {'; '.join(tries)}",
+        path=array.path or "",
+        rule=str(rule.ref),
+        mesh_axes=free,
+        fix=fix,
+    )
