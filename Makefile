@@ -7,11 +7,12 @@
 
 SHELL = /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-processes quick test test-full test-latest test-tpu check bench bench-peers docs clean
+.PHONY: help demo demo-processes quick test test-full test-latest test-tpu test-gpu gpu check bench bench-peers docs clean
 
 VENV ?= .venv
 VENV_LATEST ?= $(VENV)-latest
 VENV_TPU ?= $(VENV)-tpu
+VENV_GPU ?= $(VENV)-gpu
 VENV_PEERS ?= $(VENV)-peers
 PYTHON ?=
 WORKERS ?= auto
@@ -64,6 +65,11 @@ test-tpu: ## compile for eight TPUs that are not there: kernels, memory, what is
 	@$(ready) $(VENV_TPU) test,tpu-aot
 	@$(VENV_TPU)/bin/python -m pytest -q -m tpu $(ARGS)
 
+test-gpu: ## compile for GPUs that are not there: what is sent, memory; the wheels have 200 MB
+	@$(ready) $(VENV_GPU) test
+	@$(VENV_GPU)/bin/python -m pip install -qq --no-deps `$(VENV_GPU)/bin/python tools/cuda_plugin.py`
+	@$(VENV_GPU)/bin/python -m pytest -q -m gpu $(ARGS)
+
 check: ## format, lint, types, import order, the site of the documentation
 	@$(ready) $(VENV) dev
 	$(bin)/ruff format --check .
@@ -87,5 +93,5 @@ docs: ## run every snippet of the documentation, then build it into site/; a bro
 	@echo "look at it: $(bin)/python -m http.server -d site, then open http://localhost:8000"
 
 clean: ## remove caches, build outputs and the default environments
-	rm -rf .venv .venv-latest .venv-tpu .venv-peers .cache build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-tpu .venv-gpu .venv-peers .cache build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

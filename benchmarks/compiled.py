@@ -4,7 +4,8 @@ Three small models with bfloat16 weights are planned under every preset that res
 mode. They are also compiled for the eight TPUs of a v5e:2x4, on a machine without TPUs. For each
 program, the command prints the bytes that one device sends, as planned and as compiled. It exits
 with 1 if a target is missed. It needs libtpu (the extra `tpu-aot`) and, for T5X's decoder, flax and
-a checkout of https://github.com/google-research/t5x.
+a checkout of https://github.com/google-research/t5x. `--topology h100:8` compiles for GPUs, in the
+environment of `make test-gpu`.
 
 Compiled programs are kept in `.cache/compiled`, so a second run only plans. `--json FILE` writes
 the results that the page on compiled plans shows.
@@ -27,6 +28,7 @@ import shardwright as sw
 from benchmarks.compiled_models import decoder, moe_decoder, t5x_decoder
 from shardwright.errors import ShardingError
 from shardwright.plan.planner import Program
+from shardwright.plan.verify.gpus import cuda_plugin
 from shardwright.plan.verify.run import Verification, verify_plan
 
 TOPOLOGY: Final = "v5e:2x4"
@@ -58,6 +60,7 @@ class Row:
       mode: The mode.
       traffic: Planned and compiled bytes over each set of mesh axes, with reasons.
       marks: The kinds of places where the plan is unsure.
+      memory: The planned range and the compiled peak, in bytes; empty in older files.
     """
 
     model: str
@@ -66,6 +69,7 @@ class Row:
     mode: str
     traffic: Sequence[Mapping[str, Any]]
     marks: Sequence[str]
+    memory: Sequence[int] = ()
 
     @property
     def planned(self) -> int:
@@ -85,7 +89,7 @@ class Row:
         return abs(self.planned - self.compiled) / max(self.compiled, 1)
 
 
-def measure(model: str, preset: str, mode: str, program: Program) -> Row:
+def measure(model: str, preset: str, mode: str, program: Program, topology: str) -> Row:
     """Plan and compile a program.
 
     Raises:
@@ -93,7 +97,7 @@ def measure(model: str, preset: str, mode: str, program: Program) -> Row:
     """
     mesh = sw.abstract_mesh(MESHES[preset])
     pm = sw.PartitionManager(sw.Strategy.preset(preset), mesh=mesh, mode=mode)
-    verified = verify_plan(pm, program, topology=TOPOLOGY, cache=CACHE)
+    verified = verify_plan(pm, program, topology=topology, cache=CACHE)
     return Row(
         model=model,
         preset=preset,
@@ -101,6 +105,11 @@ def measure(model: str, preset: str, mode: str, program: Program) -> Row:
         mode=mode,
         traffic=[sent.to_json() for sent in verified.traffic],
         marks=_marks(verified),
+        memory=[
+            verified.report.memory.low,
+            verified.report.memory.high,
+            verified.compiled.peak or 0,
+        ],
     )
 
 
@@ -130,6 +139,8 @@ def main(argv: list[str] | None = None) -> int:
     """Compare, print, and return 0 if the targets are met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=__doc__)
     parser.add_argument("--t5x", type=Path, metavar="CHECKOUT", help="also compare T5X's decoder")
+    parser.add_argument("--topology", default=TOPOLOGY, help="slice, or domain of GPUs")
+    parser.add_argument("--modes", nargs="*", help="only these modes")
     parser.add_argument("--presets", nargs="*", choices=MESHES, default=list(MESHES))
     parser.add_argument("--models", nargs="*", default=["decoder", "moe", "t5x"])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
@@ -146,8 +157,10 @@ def main(argv: list[str] | None = None) -> int:
         programs = models[name]()
         for preset in given.presets:
             for mode, program in programs.items():
+                if mode not in (given.modes or programs):
+                    continue
                 try:
-                    row = measure(name, preset, mode, program)
+                    row = measure(name, preset, mode, program, given.topology)
                 except ShardingError as error:
                     why = str(error).split("\n", maxsplit=1)[0]
                     refused.append({"model": name, "preset": preset, "mode": mode, "why": why})
@@ -161,14 +174,14 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{time.monotonic() - start:.0f} s")
     if given.json is not None:
         given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(_text(rows, refused), encoding="utf-8")
+        given.json.write_text(_text(rows, refused, given.topology), encoding="utf-8")
     return 0 if all(verdicts.values()) else 1
 
 
-def _text(rows: Sequence[Row], refused: Sequence[Mapping[str, str]]) -> str:
+def _text(rows: Sequence[Row], refused: Sequence[Mapping[str, str]], topology: str) -> str:
     """Return the results as JSON with one line for each program."""
     parts = {"rows": [dataclasses.asdict(row) for row in rows], "refused": refused}
-    lines = [f'"context": {json.dumps(_context())}']
+    lines = [f'"context": {json.dumps(_context(topology))}']
     for name, values in parts.items():
         lines.append(f'"{name}": [\n' + ",\n".join(map(json.dumps, values)) + "\n]")
     return "{" + ",\n".join(lines) + "}\n"
@@ -195,10 +208,11 @@ def _print(row: Row) -> None:
             print("       ", reason["adds"], reason["what"], *reason["sources"][:4])
 
 
-def _context() -> dict[str, str]:
-    names = ("jax", "jaxlib", "libtpu", "flax")
+def _context(topology: str) -> dict[str, str]:
+    plugin = cuda_plugin() if topology != TOPOLOGY else None
+    names = ("jax", "jaxlib", plugin or "libtpu", "flax")
     versions = {name: importlib.metadata.version(name) for name in names if _installed(name)}
-    return {**versions, "target": TOPOLOGY, "date": dt.datetime.now(dt.UTC).date().isoformat()}
+    return {**versions, "target": topology, "date": dt.datetime.now(dt.UTC).date().isoformat()}
 
 
 def _installed(name: str) -> bool:

@@ -17,11 +17,13 @@ def with_tables(
     rows: Sequence[Row],
     refused: Sequence[Mapping[str, str]],
     context: Mapping[str, str],
+    *,
+    gpus: tuple[Sequence[Row], Sequence[Mapping[str, str]], Mapping[str, str]] | None = None,
 ) -> str:
     """Return a page with the text between its markers written from the results.
 
     Markers are `<!-- compiled: NAME -->`, each up to `<!-- end -->`. The names are `verdicts`,
-    `misses` and `refused`.
+    `misses` and `refused`; with results for GPUs, also `gpu-verdicts` and `gpu-misses`.
 
     Raises:
       AssertionError: A marker is missing, or unknown.
@@ -31,6 +33,11 @@ def with_tables(
         "misses": _misses(rows),
         "refused": _refused(refused),
     }
+    if gpus is not None:
+        verdicts = _verdicts(gpus[0], gpus[2]).splitlines()
+        verdicts.insert(-1, _memory(gpus[0]))
+        wrapped = [textwrap.fill(line, 100, subsequent_indent="  ") for line in verdicts]
+        parts |= {"gpu-verdicts": "\n".join(wrapped), "gpu-misses": _misses(gpus[0])}
     marked = [actual[2] for actual in _PLACE.finditer(text)]
     assert sorted(marked) == sorted(parts), f"the page has {marked}, the results {list(parts)}"
     return _PLACE.sub(lambda actual: f"{actual[1]}\n{parts[actual[2]]}\n\n{actual[3]}", text)
@@ -46,6 +53,22 @@ def _verdicts(rows: Sequence[Row], context: Mapping[str, str]) -> str:
             ),
             f"- Compiled for {context['target']} ({versions}).",
         ]
+    )
+
+
+def _memory(rows: Sequence[Row]) -> str:
+    """Return how many peaks are in the planned range, and how far its ends are from them."""
+    counted = [row.memory for row in rows if row.memory]
+    inside = sum(low <= peak <= high for low, high, peak in counted)
+    ends = [
+        f"{name} end is {min(shares):.2f} to {max(shares):.2f} of the peak"
+        for name, shares in (
+            ("lower", [low / peak for low, _, peak in counted]),
+            ("upper", [high / peak for _, high, peak in counted]),
+        )
+    ]
+    return (
+        f"- {inside} of {len(counted)} peaks are in the planned range; the {', the '.join(ends)}."
     )
 
 

@@ -13,6 +13,7 @@ from tests.docs.snippets import ROOT
 
 PAGE = ROOT / "docs" / "development" / "compiled.md"
 RESULTS = ROOT / "benchmarks" / "results" / "compiled" / "v5e-2x4.json"
+GPUS = ROOT / "benchmarks" / "results" / "compiled" / "h100-8.json"
 MODES = ("train", "prefill", "decode", "insert")
 
 
@@ -28,7 +29,8 @@ def row(planned: int, compiled: int, mode: str = "train") -> Row:
 
 
 def test_the_page_shows_the_compiled_results(golden: Golden) -> None:
-    golden.file(PAGE, with_tables(PAGE.read_text(encoding="utf-8"), *read_rows(RESULTS)))
+    text = PAGE.read_text(encoding="utf-8")
+    golden.file(PAGE, with_tables(text, *read_rows(RESULTS), gpus=read_rows(GPUS)))
 
 
 def test_results_have_three_models_and_all_modes() -> None:
@@ -39,6 +41,12 @@ def test_results_have_three_models_and_all_modes() -> None:
     assert len({model for model, _ in measured}) == 3
     assert {preset for _, preset in measured} == set(MESHES)
     assert sorted(seen) == sorted((*each, mode) for each in measured for mode in MODES)
+
+
+def test_gpu_results_have_twenty_programs() -> None:
+    rows, _, context = read_rows(GPUS)
+    assert context["target"] == "h100:8"
+    assert len({(each.model, each.preset, each.mode) for each in rows}) >= 20
 
 
 def test_targets_are_judged() -> None:

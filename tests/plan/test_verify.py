@@ -189,7 +189,7 @@ def test_missing_compilers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     own = dataclasses.replace(slice_, chip=dataclasses.replace(slice_.chip, name="mine"))
     with raises(sw.StrategyError, "chip", fix="v4"):
         compiler.make_target(own)
-    with raises(sw.StrategyError, "slice", fix="v5p"):
+    with raises(sw.StrategyError, "topology", fix="v5p"):
         compiler.make_target(None, platform="tpu")
     assert compiler.make_target(own, platform="cpu").platform == "cpu"
 
@@ -284,7 +284,7 @@ def test_a_primitive_without_a_rule_is_the_reason() -> None:
     ("options", "says"),
     [
         ("--effort full", "--effort is used with --verify"),
-        ("--verify --compiler tpu", "needs a slice"),
+        ("--verify --compiler tpu", "needs a topology"),
     ],
 )
 def test_bad_options_are_refused(

@@ -35,8 +35,8 @@ def add_compiler_options(command: argparse.ArgumentParser) -> None:
     """Add the options that say how `--verify` compiles."""
     command.add_argument(
         "--compiler",
-        choices=("tpu", "cpu"),
-        help="with --verify: the target (default: tpu with --topology, else cpu, which only shows "
+        choices=("tpu", "gpu", "cpu"),
+        help="with --verify: the target (default: that of --topology, else cpu, which only shows "
         "the sharding)",
     )
     command.add_argument(

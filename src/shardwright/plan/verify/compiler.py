@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -21,9 +22,10 @@ from shardwright.errors import ProgramError, StrategyError
 from shardwright.plan.collectives.collective import Collective
 from shardwright.plan.hardware import Topology
 from shardwright.plan.verify.export import DEVICES, Exported
+from shardwright.plan.verify.gpus import GPUS, cuda_plugin
 from shardwright.vocabulary.shown import data_of
 
-Platform = Literal["tpu", "cpu"]
+Platform = Literal["tpu", "gpu", "cpu"]
 Effort = Literal["low", "full"]
 
 TIMEOUT: Final = 600.0  # seconds; to compile an 8B training step takes 40 to 200
@@ -35,6 +37,13 @@ _TPU_SETTINGS: Final = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+# Without a GPU, JAX must not look for CUDA's libraries, and XLA cannot try kernels out.
+_GPU_SETTINGS: Final = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_shard_autotuning=false",
+}
+_SETTINGS: Final = {"tpu": _TPU_SETTINGS, "gpu": _GPU_SETTINGS, "cpu": {"JAX_PLATFORMS": "cpu"}}
 # Without this option, libtpu counts the two cores of a v4 chip as two devices.
 _TPU_OPTIONS: Final = {"v4": {"chip_config_name": "megacore"}}
 # libtpu refuses a program with one of two messages: "Used 17.5G of 15.75G hbm", or "memory required
@@ -52,11 +61,11 @@ class Target:
     """The devices to compile for, and how much to optimize.
 
     Attributes:
-      platform: `tpu`, or `cpu` to check the sharding only.
-      topology: One slice, or "" for CPUs.
+      platform: `tpu`, `gpu`, or `cpu` to check the sharding only.
+      topology: One slice or domain, or "" for CPUs.
       effort: `full` or `low`. With `low`, the compile is four times as fast, and the program sends
         the same bytes within 1%.
-      slices: Number of slices.
+      slices: Number of slices or domains.
       dcn: The part of each mesh axis that crosses slices, if there are several.
     """
 
@@ -72,10 +81,15 @@ class Target:
         return self.topology.partition(":")[0]
 
     @property
+    def distribution(self) -> str:
+        """Name of the installed distribution that has the compiler."""
+        names = {"tpu": "libtpu", "gpu": cuda_plugin() or ""}
+        return names.get(self.platform, "jaxlib")
+
+    @property
     def compiler(self) -> str:
         """Name and version of the compiler."""
-        name = "libtpu" if self.platform == "tpu" else "jaxlib"
-        words = f"{name} {importlib.metadata.version(name)}"
+        words = f"{self.distribution} {importlib.metadata.version(self.distribution)}"
         count = "" if self.slices == 1 else f"{self.slices}x"
         return f"{words} for {count}{self.topology}" if self.topology else f"{words} for CPUs"
 
@@ -116,6 +130,10 @@ class Compiled:
         if self.refused:
             match = _USED.search(self.refused)
             return None if match is None else int(float(match[1]) * _UNITS[match[2]])
+        if self.target.platform == "gpu":
+            # XLA for GPUs allocates all temporary arrays at once, in one buffer.
+            parts = ("argument_size", "output_size", "temp_size")
+            return sum(self.memory[part] for part in parts) - self.memory["alias_size"]
         # XLA for CPUs leaves temporary arrays out of the peak (measured with JAX 0.10.2).
         return self.memory["peak_memory"] if self.target.platform == "tpu" else None
 
@@ -130,8 +148,8 @@ def make_target(
     """Return a target, after a check that its compiler is installed.
 
     Args:
-      topology: The slice, or None.
-      platform: Defaults to `tpu` if there is a slice, else to `cpu`.
+      topology: The slices or domains, or None.
+      platform: Defaults to that of the topology, else to `cpu`.
       effort: How much the compiler optimizes.
 
     Raises:
@@ -141,22 +159,39 @@ def make_target(
         return Target(platform="cpu", effort=effort)
     if topology is None:
         raise StrategyError(
-            "compiling for TPUs needs a slice, and no topology is given",
-            fix="pass --topology v5p:4x4x4, or --compiler cpu to check the sharding only",
+            f"compiling for {(platform or '').upper()}s needs a topology, and none is given",
+            fix="pass --topology v5p:4x4x4 or 16xh100:8, or --compiler cpu to check the sharding "
+            "only",
         )
-    if topology.chip.name not in DEVICES:
+    known = GPUS if topology.platform == "gpu" else DEVICES
+    if topology.chip.name not in known:
         raise StrategyError(
             f"there is no compiler for the chip {topology.chip.name}",
-            fix=f"use one of {', '.join(DEVICES)}, or --compiler cpu to check the sharding only",
+            fix=f"use one of {', '.join(known)}, or --compiler cpu to check the sharding only",
         )
-    if importlib.util.find_spec("libtpu") is None:
+    if platform not in (None, topology.platform):
+        raise StrategyError(
+            f"{topology} has no {platform.upper()}s", fix=f"pass --compiler {topology.platform}"
+        )
+    if topology.platform == "gpu" and cuda_plugin() is None:
+        raise StrategyError(
+            f"compiling for {topology} needs a CUDA plugin of JAX, which is not installed",
+            fix="run make test-gpu in a clone of shardwright, and use the Python of .venv-gpu; or "
+            "pass --compiler cpu to check the sharding only",
+        )
+    if topology.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         raise StrategyError(
             f"compiling for {topology} needs libtpu, which is not installed",
             fix='run python -m pip install -e ".[tpu-aot]" in a clone of shardwright, or pass '
             "--compiler cpu to check the sharding only",
         )
     one = dataclasses.replace(topology, slices=1)
-    return Target(platform="tpu", topology=str(one), effort=effort, slices=topology.slices)
+    return Target(
+        platform="gpu" if topology.platform == "gpu" else "tpu",
+        topology=str(one),
+        effort=effort,
+        slices=topology.slices,
+    )
 
 
 def compile_exported(
@@ -184,7 +219,7 @@ def compile_exported(
     """
     request = {
         **target.to_json(),
-        "options": _TPU_OPTIONS.get(target.chip, {}),
+        "options": _options(target, exported.mesh),
         "mesh": exported.mesh,
         "donated": list(exported.donated),
         "specs": exported.specs,
@@ -193,7 +228,7 @@ def compile_exported(
     file = None
     if cache is not None:
         # A result is read again for the same program and target, and the same compiler.
-        names = ("jax", "jaxlib", *(["libtpu"] if request["platform"] == "tpu" else []))
+        names = dict.fromkeys(("jax", "jaxlib", target.distribution))
         versions = {name: importlib.metadata.version(name) for name in names}
         text = json.dumps([_FORMAT, request, versions, lines, exported.text], sort_keys=True)
         file = cache / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
@@ -210,6 +245,17 @@ def compile_exported(
         hlo=result.get("hlo", ""),
         cached=known is not None,
     )
+
+
+def _options(target: Target, mesh: Mapping[str, int]) -> Mapping[str, Any]:
+    """Return how the topology is described to JAX, besides its name."""
+    if target.platform != "gpu":
+        return _TPU_OPTIONS.get(target.chip, {})
+    model, devices = GPUS[target.chip], math.prod(mesh.values())
+    per_host = math.gcd(devices, model.per_host)
+    # Slices, hosts of a slice, GPUs of a host.
+    shape = f"1x{devices // per_host}x{per_host}"
+    return {"topology": shape, "target_config": model.target_config()}
 
 
 def _read_result(file: Path) -> dict[str, Any] | None:
@@ -271,7 +317,7 @@ def _run_worker(folder: Path, messages: Any, target: Target, timeout: float) -> 
     """Run the worker and return its exit status. It is killed if it runs out of time."""
     # The worker imports this shardwright, even if it is not installed.
     paths = os.pathsep.join(filter(None, sys.path))
-    settings = _TPU_SETTINGS if target.platform == "tpu" else {"JAX_PLATFORMS": "cpu"}
+    settings = _SETTINGS[target.platform]
     # The request has the number of devices, so the worker must not take it from XLA_FLAGS.
     unset = ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in unset}

@@ -57,7 +57,7 @@ def export_program(
       manager: Strategy, mesh and mode.
       program: What to export.
       traced: Its trace, which has the annotations of the arguments and results.
-      platform: `tpu` or `cpu`.
+      platform: `tpu`, `gpu` or `cpu`.
       chip: Name of the chip, which kernels are made for. Required if the program calls one.
 
     Raises:
@@ -107,9 +107,12 @@ def export_program(
     )
     try:
         with abstract, context.TARGET(platform):
-            exported = jax.export.export(step, platforms=[platform], disabled_checks=_CALLS)(
-                *arguments
-            )
+            exported = jax.export.export(
+                step,
+                # JAX has two kinds of GPUs.
+                platforms=["cuda" if platform == "gpu" else platform],
+                disabled_checks=_CALLS,
+            )(*arguments)
     # `ShardingError` is a ValueError, and already names the annotation.
     except ShardingError:
         raise

@@ -83,15 +83,15 @@ def verify_plan(
     """Plan a program, compile it for its target in a worker process, and compare both.
 
     This needs no devices of the target. To compile for TPUs, it needs libtpu, which the extra
-    `tpu-aot` installs. A compile for CPUs shows the sharding only: its bytes and its memory differ
-    from those of a TPU.
+    `tpu-aot` installs; to compile for GPUs, a CUDA plugin of JAX. A compile for CPUs shows the
+    sharding only: its bytes and its memory differ from those of a TPU.
 
     Args:
       manager: Strategy, mesh and mode.
       program: What to verify.
       topology: The slice that the mesh is on, such as `v5p:4x4x4`. By default, the program is
         compiled for CPUs.
-      platform: `tpu` or `cpu`. Defaults to `tpu` if there is a slice.
+      platform: `tpu`, `gpu` or `cpu`. Defaults to that of the topology, else to `cpu`.
       effort: How much the compiler optimizes. `low` takes a quarter of the time to compile, and
         changes the memory by less than 10%.
       timeout: Seconds after which the worker is killed.

@@ -93,6 +93,9 @@ def make_mesh(request: Mapping[str, Any]) -> Mesh:
         # Before the first use of a backend, which fixes the number of its devices.
         jax.config.update("jax_num_cpu_devices", math.prod(shape))
         return Mesh(np.array(jax.devices("cpu")).reshape(shape), tuple(sizes), axis_types=auto)
+    if request["platform"] == "gpu":
+        gpus = topologies.get_topology_desc(platform="cuda", **request["options"]).devices
+        return Mesh(np.array(gpus).reshape(shape), tuple(sizes), axis_types=auto)
     count = request.get("slices", 1)
     options = {**request["options"], **({"num_slices": count} if count > 1 else {})}
     topology = topologies.get_topology_desc(
