@@ -90,6 +90,7 @@ docs: ## run every snippet of the documentation, then build it into site/; a bro
 	@$(ready) $(VENV) test,docs
 	@$(bin)/python -m pytest -q -m "not product" tests/docs $(ARGS)
 	@$(bin)/zensical build --strict --clean
+	@$(bin)/python -m tools.plans site/plans
 	@echo "look at it: $(bin)/python -m http.server -d site, then open http://localhost:8000"
 
 clean: ## remove caches, build outputs and the default environments

@@ -369,4 +369,5 @@ def test_parser_marks_files_for_completion() -> None:
         "axes",
         "plan",
         "html",
+        "fit",
     }

@@ -30,6 +30,7 @@ LONG = {
         "haliax",
         "hugging-face",
         "nnx",
+        "open",
         "other-models",
         "transformer-engine",
         "caches",

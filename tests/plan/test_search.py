@@ -22,7 +22,6 @@ from shardwright.plan.planner import Program
 from shardwright.plan.search import SearchReport
 from shardwright.plan.search.result import utilization
 from shardwright.plan.search.run import SearchProgress
-from shardwright.show.page import search_html
 from shardwright.show.search import search_text
 from tests.raising import Facts, facts, raises
 
@@ -277,9 +276,20 @@ def test_advice_names_the_best_that_fits() -> None:
     close = dataclasses.replace(found, candidates=found.candidates[-1:])
     assert "it may not fit: --verify 1 compiles it" in " ".join(search_text(close).split())
     assert "no candidate fits" in search_text(dataclasses.replace(found, candidates=()))
-    page = search_html({"train": found})
-    assert first in page
-    assert page.count("<table") > 2
+
+
+def test_candidates_that_do_not_fit_may_be_kept() -> None:
+    topology = parse_topology("v5e:2x4", read_hardware())
+    memories = sorted(one.report.memory.low for one in search(axes=("fsdp", "tp")).candidates)
+    small = dataclasses.replace(topology.chip, hbm_bytes=memories[0] // 2)
+    topology = dataclasses.replace(topology, chip=small)
+    strategies = {name: sw.Strategy.preset(name) for name in ("fsdp", "fsdp_tp")}
+    options: dict[str, Any] = {"topology": topology, "axes": ("fsdp", "tp")}
+    assert sw.search(program(32), strategies, **options).candidates == ()
+    kept = sw.search(program(32), strategies, keep_large=True, **options)
+    assert len(kept.candidates) == len(memories)
+    assert {one.verdict for one in kept.candidates} == {Verdict.DOES_NOT_FIT}
+    assert "does not fit" not in kept.dropped
 
 
 def test_unused_mesh_axes_may_be_named() -> None:
@@ -317,14 +327,13 @@ def test_interrupt_keeps_what_was_found(
     model.write_text(MODEL, encoding="utf-8")
     before = signal.getsignal(signal.SIGINT)
     options = f"--strategy fsdp_tp --topology v5e:2x4 --axes fsdp,tp --out {tmp_path}"
-    assert main(shlex.split(f"search {model}:one {options} --html {tmp_path}/page.html")) == 0
+    assert main(shlex.split(f"search {model}:one {options}")) == 0
     assert signal.getsignal(signal.SIGINT) is before
     out = capsys.readouterr().out
     assert out.startswith("mode train\nuse fsdp_tp on ")
     assert "not planned: the search was stopped" in out
     for file in tmp_path.glob("*.toml"):
         assert sw.Strategy.load(file).name == file.stem
-    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 def test_progress_estimates_what_is_left(

@@ -21,7 +21,7 @@ from shardwright.mesh.build import (
     parse_mesh,
     resolve_sizes,
 )
-from shardwright.plan.hardware import Topology
+from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.strategy.files import strategy_names
 from shardwright.strategy.limits import MOST_ELEMENTS, has_too_many_elements
 from shardwright.vocabulary.annotations import stacked
@@ -198,6 +198,20 @@ def make_setting(combined: Any, label: str, *, mesh: str | None, devices: int | 
         spec = parse_mesh(mesh)
         dcn = dict(zip(spec.names, spec.dcn, strict=False))
     return Setting(manager=manager, strategy=label, combined=combined, dcn=dcn)
+
+
+def read_slice(name: str | None, hardware: str | None) -> Topology | None:
+    """Return the slice of `--topology`, with the chips of `--hardware`; None if none is given.
+
+    Raises:
+      ShardingError: There is no such slice, or there are chips without a slice.
+    """
+    if name is not None:
+        return parse_topology(name, read_hardware(hardware))
+    if hardware is not None:
+        what = "--hardware describes chips, but no --topology is given"
+        raise StrategyError(what, fix="add --topology v5p:4x4x4")
+    return None
 
 
 def read_strategy(text: str) -> tuple[Any, str]:

@@ -34,6 +34,7 @@ COMMANDS: dict[str, str] = {
     "profile": "show what a program took on its devices, beside its plan",
     "prove": "say whether two programs are compiled to the same partitioned program",
     "search": "find meshes and strategies for a model on TPUs or GPUs",
+    "open": "write plans of many candidates as one HTML page to explore",
     "infer": "infer the axes of a model that nobody annotated",
     "import": "write a strategy from rules of MaxText, levanter or another library",
     "presets": "list, show or copy the strategies of the package",

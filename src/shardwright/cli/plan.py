@@ -8,7 +8,7 @@ from shardwright.cli.arguments import EXIT_CODES, add_output, add_strategy, make
 from shardwright.cli.check import fix_by_tensors, report
 from shardwright.cli.check_model import Checked
 from shardwright.cli.fix import MARKS, add_fix_options, check_fix_options
-from shardwright.cli.inputs import Setting, read_count, read_setting, strategy_label
+from shardwright.cli.inputs import Setting, read_count, read_setting, read_slice, strategy_label
 from shardwright.cli.plan_advice import too_large_state
 from shardwright.cli.plan_checks import limit_failures, read_forbidden, read_limit
 from shardwright.cli.plan_programs import fix_by_programs, run_programs
@@ -19,7 +19,7 @@ from shardwright.cli.tensors import read_tensors
 from shardwright.cli.verify import add_verify_options, check_verify_options
 from shardwright.errors import StrategyError
 from shardwright.manager.manager import PartitionManager
-from shardwright.plan.hardware import Topology, parse_topology, read_hardware
+from shardwright.plan.hardware import Topology
 from shardwright.plan.layout import lay_out
 from shardwright.plan.state import StateBytes, count_tensors
 from shardwright.resolution.patterns import compile_pattern
@@ -67,7 +67,6 @@ def parser() -> argparse.ArgumentParser:
     _add_checks(command)
     add_verify_options(command)
     add_fix_options(command)
-    command.add_argument("--html", metavar="FILE", help="also write the plan as one HTML page")
     command.add_argument(
         "--rows",
         type=read_count,
@@ -192,24 +191,17 @@ def read_topology(arguments: argparse.Namespace) -> Topology | None:
     Raises:
       StrategyError: The options do not fit each other.
     """
-    if arguments.topology is None:
-        if arguments.hardware is not None:
-            raise StrategyError(
-                "--hardware describes chips, but no --topology is given",
-                fix="add --topology v5p:4x4x4",
-            )
-        return None
-    if arguments.devices is not None:
+    if None not in (arguments.topology, arguments.devices):
         raise StrategyError(
             "--topology and --devices exclude each other", fix="leave out --devices"
         )
-    return parse_topology(arguments.topology, read_hardware(arguments.hardware))
+    return read_slice(arguments.topology, arguments.hardware)
 
 
 def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topology | None) -> int:
     """Count the state of a file of tensors."""
     # A file of tensors has no program that could send, be compiled or take options.
-    for option in ("forbid", "verify", "html", "batch", "set"):
+    for option in ("forbid", "verify", "batch", "set"):
         if getattr(arguments, option):
             raise StrategyError(
                 f"--{option} needs a function, but MODEL is a file of tensors",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from shardwright.cli.fix import Fixed, Tried, fix_file
@@ -23,9 +21,7 @@ from shardwright.plan.hardware import Topology
 from shardwright.plan.planner import PlanReport, Program
 from shardwright.plan.verify.run import Verification
 from shardwright.plan.walk.events import Event
-from shardwright.show.page import plan_html
 from shardwright.show.verification import verification_text
-from shardwright.strategy import files
 from shardwright.vocabulary.modes import mode_name
 from shardwright.vocabulary.units import bytes_text
 
@@ -77,13 +73,6 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         topology,
     )
     failures += _too_large(setting, programs, reports, verified)
-    if arguments.html is not None:
-        page = plan_html(
-            {mode_name(mode): report for mode, report in reports.items()},
-            title=f"Plan of {os.path.basename(arguments.model)}",
-            verified={mode_name(mode): each for mode, each in verified.items()},
-        )
-        files.write_text(Path(arguments.html), page)
     incomplete = any(not report.walked.complete for report in reports.values())
     failed = bool(breaches or failures or incomplete)
     if arguments.json:

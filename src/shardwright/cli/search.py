@@ -28,9 +28,7 @@ from shardwright.plan.search.run import WALKS, search_variants
 from shardwright.plan.search.settings import parse_alternatives, read_vary
 from shardwright.plan.search.verify import VerifiedCandidate, verify_front
 from shardwright.plan.verify.compiler import TIMEOUT
-from shardwright.show.page import search_html
 from shardwright.show.search import search_text, verified_text
-from shardwright.strategy import files
 from shardwright.strategy.foreign_files import cannot
 from shardwright.vocabulary.modes import MODE_TRAIN, mode_name, parse_mode
 
@@ -60,28 +58,15 @@ def parser() -> argparse.ArgumentParser:
     command = make_parser(
         "search", "Find meshes and strategies for a model. Needs no devices.", epilog=_EPILOG
     )
-    command.add_argument("model", metavar="MODEL", help="file.py:function, or a config.json")
+    add_search_options(command, topology_required=True)
     command.add_argument(
-        "--strategy",
-        action="append",
-        metavar="STRATEGY",
-        help="a strategy to try, as for plan; repeat it to try several (default: presets that suit "
-        "the modes)",
+        "--walks",
+        type=read_count,
+        default=WALKS,
+        metavar="N",
+        help=f"plan at most N programs: the fastest ones by a closed form, and those with the "
+        f"smallest state (default: {WALKS})",
     )
-    command.add_argument(
-        "--topology",
-        required=True,
-        metavar="T",
-        help="v5p:4x4x4, or 16xh100:8 for hosts of GPUs",
-    )
-    command.add_argument(
-        "--hardware", metavar="FILE", help="a .toml file that adds chips, or replaces their values"
-    )
-    _add_space_options(command)
-    modes = command.add_mutually_exclusive_group()
-    modes.add_argument("--mode", metavar="MODE", help="search for this mode of the model only")
-    modes.add_argument("--modes", metavar="A,B", help="search for these modes (default: all)")
-    add_model_options(command, several=True)
     command.add_argument(
         "--out",
         metavar="DIR",
@@ -94,7 +79,6 @@ def parser() -> argparse.ArgumentParser:
         help="compile the K fastest candidates, and order them by their compiled programs",
     )
     add_compiler_options(command)
-    command.add_argument("--html", metavar="FILE", help="also write the result as one HTML page")
     command.add_argument(
         "--rows", type=read_count, metavar="N", help="show only the N fastest candidates"
     )
@@ -102,7 +86,29 @@ def parser() -> argparse.ArgumentParser:
     return command
 
 
-def _add_space_options(command: argparse.ArgumentParser) -> None:
+def add_search_options(command: argparse.ArgumentParser, *, topology_required: bool) -> None:
+    """Add the options that say what is searched."""
+    command.add_argument("model", metavar="MODEL", help="file.py:function, or a config.json")
+    command.add_argument(
+        "--strategy",
+        action="append",
+        metavar="STRATEGY",
+        help="a strategy to try, as for plan; repeat it to try several (default: presets that suit "
+        "the modes)",
+    )
+    command.add_argument(
+        "--topology",
+        required=topology_required,
+        metavar="T",
+        help="v5p:4x4x4, or 16xh100:8 for hosts of GPUs",
+    )
+    command.add_argument(
+        "--hardware", metavar="FILE", help="a .toml file that adds chips, or replaces their values"
+    )
+    modes = command.add_mutually_exclusive_group()
+    modes.add_argument("--mode", metavar="MODE", help="search for this mode of the model only")
+    modes.add_argument("--modes", metavar="A,B", help="search for these modes (default: all)")
+    add_model_options(command, several=True)
     command.add_argument(
         "--axes",
         metavar="A,B",
@@ -126,14 +132,6 @@ def _add_space_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--orders", action="store_true", help="also try every order of the mesh axes"
     )
-    command.add_argument(
-        "--walks",
-        type=read_count,
-        default=WALKS,
-        metavar="N",
-        help=f"plan at most N programs: the fastest ones by a closed form, and those with the "
-        f"smallest state (default: {WALKS})",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -147,11 +145,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         _make_folder(arguments.out)
     notes: list[str] = []
-    variants = _read_variants(arguments, topology.devices, notes)
-    groups = _groups(arguments, next(iter(variants.values())))
+    variants = read_variants(arguments, topology.devices, notes)
+    groups = mode_groups(arguments, next(iter(variants.values())))
     check_verify_options(arguments, topology)
     progress = ProgressLine()
-    reports, errors = _search_all(arguments, topology, groups, variants, progress)
+    reports, errors = search_groups(
+        arguments, topology, groups, variants, progress, walks=arguments.walks
+    )
     written = {
         name: []
         if arguments.out is None
@@ -174,9 +174,6 @@ def run(arguments: argparse.Namespace) -> int:
         for name, report in reports.items()
     }
     progress.close()
-    if arguments.html is not None:
-        title = f"Search for {os.path.basename(arguments.model)} on {topology}"
-        files.write_text(Path(arguments.html), search_html(reports, title=title))
     if arguments.json:
         _print_json(reports, written, verified)
     else:
@@ -188,8 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
             train, serve = best
             programs = variants[train.variant], variants[serve.variant]
             print_lines(["", *relayout_lines(train, serve, *programs)])
-    for name, problem in errors.items():
-        print(f"shardwright: mode {name} was not searched: {problem}", file=sys.stderr)
+    print_errors(errors)
     # The results of the other groups are printed already; the code says that the answer is
     # incomplete.
     if errors:
@@ -200,12 +196,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(bad) else 0
 
 
-def _search_all(
+def print_errors(errors: Mapping[str, ShardingError]) -> None:
+    """Print the errors of the groups of modes that were not searched."""
+    for name, problem in errors.items():
+        print(f"shardwright: mode {name} was not searched: {problem}", file=sys.stderr)
+
+
+def search_groups(
     arguments: argparse.Namespace,
     topology: Topology,
     groups: Mapping[str, Sequence[str]],
     variants: Mapping[str, Mapping[str, Program]],
     progress: ProgressLine,
+    *,
+    walks: int,
+    keep_large: bool = False,
 ) -> tuple[dict[str, SearchReport], dict[str, ShardingError]]:
     """Search for each group of modes. Return the results, and the errors of the other groups.
 
@@ -217,7 +222,8 @@ def _search_all(
         "pins": arguments.pin,
         "vary": read_vary(map(parse_alternatives, arguments.vary)),
         "orders": arguments.orders,
-        "walks": arguments.walks,
+        "keep_large": keep_large,
+        "walks": walks,
     }
     strategies = None  # presets that suit the modes
     if arguments.strategy is not None:
@@ -268,7 +274,7 @@ def _stoppable(show: ProgressLine) -> Iterator[Callable[[object], bool]]:
             signal.signal(signal.SIGINT, before)
 
 
-def _read_variants(
+def read_variants(
     arguments: argparse.Namespace, devices: int, notes: list[str]
 ) -> dict[str, dict[str, Program]]:
     """Return the programs by mode, for each combination of the options of the function."""
@@ -289,7 +295,9 @@ def _read_variants(
     return variants
 
 
-def _groups(arguments: argparse.Namespace, programs: Mapping[str, Program]) -> dict[str, list[str]]:
+def mode_groups(
+    arguments: argparse.Namespace, programs: Mapping[str, Program]
+) -> dict[str, list[str]]:
     """Return the groups of modes that share a strategy: train, and all others."""
     if arguments.modes in (None, "all"):
         modes = list(programs)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import jax
+from jax.sharding import NamedSharding
 
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.manager.core import Manager
@@ -27,12 +28,14 @@ from shardwright.plan.state import (
     read_holds,
 )
 from shardwright.plan.time import TimeRange, estimate_time
-from shardwright.plan.trace import Trace, check_outputs, trace, walk
+from shardwright.plan.trace import Trace, check_outputs, read_inputs, trace, walk
 from shardwright.plan.walk.entries import Peak
 from shardwright.plan.walk.events import CompilerChoice, Event, Walked
 from shardwright.plan.walk.ledger import LAYOUT_FIXES
 from shardwright.resolution.partition_specs import entry_names
+from shardwright.resolution.request import ShardingRequest
 from shardwright.trees.paths import path_text
+from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 
 _NAMED: Final = 3  # arrays that an error names
@@ -245,18 +248,32 @@ def trace_program(
     Raises:
       ShardingError: An annotation does not resolve.
     """
-    categories = read_holds(program.shapes, program.holds)
     return trace(
         manager,
         program.function,
         program.shapes,
         specs=program.specs,
         outputs=program.outputs,
-        # Moments have the annotation of their parameter. Only the category tells that `zero1`
-        # applies.
-        roles=[None if category is None else ROLES[category] for category in categories],
+        roles=_roles(program),
         platform=platform or (None if topology is None else topology.platform),
     )
+
+
+def read_arguments(
+    manager: Manager, program: Program
+) -> tuple[ShardingRequest | NamedSharding | None, ...]:
+    """Return what shards each array of the arguments: its annotation, its sharding or None.
+
+    It needs no trace.
+    """
+    return read_inputs(manager, program.shapes, program.specs, _roles(program))
+
+
+def _roles(program: Program) -> list[Role | None]:
+    """Return the role of each array of the arguments, or None where its annotation decides."""
+    # Moments have the annotation of their parameter. Only the category tells that `zero1` applies.
+    categories = read_holds(program.shapes, program.holds)
+    return [None if category is None else ROLES[category] for category in categories]
 
 
 def price(

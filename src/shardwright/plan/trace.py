@@ -210,7 +210,7 @@ def trace(
         )
     # All plans of a manager share one planning manager, so that JAX's caches do not grow.
     planning, recorder = manager.remember(("planning",), lambda: planning_manager(manager))
-    inputs = _inputs(shapes, specs, planning, roles)
+    inputs = read_inputs(planning, shapes, specs, roles)
     leaves, structure = jax.tree.flatten(tuple(shapes))
     if len(inputs) != len(leaves):
         raise StrategyError(
@@ -289,12 +289,13 @@ def _sharding(given: ShardingRequest | NamedSharding | None, manager: Manager) -
     return NamedSharding(manager.mesh, PartitionSpec() if given is None else given.spec)
 
 
-def _inputs(
+def read_inputs(
+    manager: Manager,
     shapes: Sequence[Any],
     specs: Any,
-    manager: Manager,
     roles: Sequence[Role | None] | None,
 ) -> tuple[ShardingRequest | NamedSharding | None, ...]:
+    """Return the request, the sharding or None of each array of the arguments, as in `Trace`."""
     inputs: list[ShardingRequest | NamedSharding | None] = []
     for at, (tree, spec) in enumerate(zip(shapes, specs or [None] * len(shapes), strict=True)):
         if spec is None:

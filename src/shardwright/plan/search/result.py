@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.build import abstract_mesh
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology
 from shardwright.plan.planner import PlanReport
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
 STOPPED: Final = "not planned: the search was stopped"
+# Candidates that fit come first.
+_VERDICTS: Final = (Verdict.FITS, Verdict.CLOSE, Verdict.DOES_NOT_FIT)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,12 @@ class Candidate:
     variant: str = ""
     position: int = 0
     tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def manager(self) -> PartitionManager:
+        """A manager of its strategy on its mesh."""
+        mesh = abstract_mesh(dict(self.sizes), axis_types=self.strategy.axis_types)
+        return PartitionManager(self.strategy, mesh=mesh)
 
     @property
     def report(self) -> PlanReport:
@@ -82,8 +92,7 @@ class Candidate:
     def verdict(self) -> Verdict:
         """The worst verdict of all modes."""
         verdicts = {report.verdict for report in self.reports.values()}
-        worst = (Verdict.DOES_NOT_FIT, Verdict.CLOSE)
-        return next((verdict for verdict in worst if verdict in verdicts), Verdict.FITS)
+        return next((each for each in reversed(_VERDICTS) if each in verdicts), Verdict.FITS)
 
     @property
     def complete(self) -> bool:
@@ -92,10 +101,10 @@ class Candidate:
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """Whether it may not fit, times, memory, and bytes between slices, to be compared."""
+        """The verdict, times, memory, and bytes between slices, to be compared."""
         times = map(seconds_of, self.reports.values())
-        # False is less than True: a candidate that may not fit never beats one that fits.
-        return (self.verdict is not Verdict.FITS, *times, self.most_bytes, self.slice_bytes)
+        # By the verdict first: a candidate that may not fit never beats one that fits.
+        return (_VERDICTS.index(self.verdict), *times, self.most_bytes, self.slice_bytes)
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -108,8 +117,8 @@ class Candidate:
         # Of candidates with equal costs, the one with the fewest mesh axes comes first, then that
         # of the first strategy.
         axes = sum(size > 1 for size in self.sizes.values())
-        is_close = self.verdict is not Verdict.FITS
-        return (is_close, self.seconds, self.most_bytes, axes, self.position, *names)
+        verdict = _VERDICTS.index(self.verdict)
+        return (verdict, self.seconds, self.most_bytes, axes, self.position, *names)
 
     def to_json(self) -> dict[str, Any]:
         """Return the candidate as plain data."""
@@ -122,8 +131,8 @@ class SearchReport:
 
     Attributes:
       topology: The slice.
-      candidates: The candidates that were walked and may fit: those that fit first, the fastest
-        first.
+      candidates: The candidates that were walked: those that fit first, the fastest first. Those
+        that do not fit are only there if the search was asked to keep them.
       dropped: Reason -> number of candidates.
       walked: Number of walks. Candidates that differ only in the order of axes share a walk.
       skipped: Number of candidates that were not walked, because they ranked too low, or because

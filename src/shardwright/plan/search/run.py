@@ -55,6 +55,7 @@ def search(
     pins: Sequence[str] = (),
     vary: Mapping[str, Sequence[str | None]] | None = None,
     orders: bool = False,
+    keep_large: bool = False,
     walks: int = WALKS,
     progress: Callable[[SearchProgress], object] | None = None,
 ) -> SearchReport:
@@ -81,6 +82,7 @@ def search(
       vary: Settings and their alternatives: `{"head": ("tp", "-")}`. None keeps the setting of the
         strategy. A pin of the same setting replaces the alternatives.
       orders: Whether to try every order of the mesh axes. The order decides which links they use.
+      keep_large: Whether to plan and keep candidates that do not fit, after all others.
       walks: How many walks to run at most. Candidates that differ only in the order of axes share a
         walk.
       progress: Called for each candidate when it is judged, and again when it is planned. If it
@@ -109,7 +111,13 @@ def search(
         orders=orders,
         modes=tuple(programs),
     )
-    found = _Search(space=space, programs=programs, topology=slice_, progress=progress)
+    found = _Search(
+        space=space,
+        programs=programs,
+        topology=slice_,
+        keep_large=keep_large,
+        progress=progress,
+    )
     return found.run(walks)
 
 
@@ -228,6 +236,7 @@ class _Search:
       space: The candidates.
       programs: Program by mode.
       topology: The slice.
+      keep_large: Whether candidates that do not fit are kept.
       progress: Called for each candidate.
       traces: Traces with their annotations, by mode.
       shared: Modes whose single trace fits every candidate.
@@ -244,6 +253,7 @@ class _Search:
     space: Space
     programs: Mapping[str, Program]
     topology: Topology
+    keep_large: bool = False
     progress: Callable[[SearchProgress], object] | None = None
     traces: dict[str, list[tuple[Trace, tuple[AnnotationRequest, ...]]]] = dataclasses.field(
         default_factory=dict
@@ -276,7 +286,7 @@ class _Search:
                 continue
             candidate = self._walk(each)
             self._report("planned", number, len(walked))
-            if candidate.verdict is Verdict.DOES_NOT_FIT:
+            if candidate.verdict is Verdict.DOES_NOT_FIT and not self.keep_large:
                 needed = max(report.memory.low for report in candidate.reports.values())
                 self._drop_large(each.point, needed)
             else:
@@ -376,7 +386,7 @@ class _Search:
         specs: list[Any] = [tuple(sorted(sizes.items()))]
         # The state needs no trace of its own, while the annotations below may need one per mesh.
         held = max(self._held(manager.for_mode(mode), mode) for mode in self.programs)
-        if held > self.topology.chip.hbm_bytes:
+        if held > self.topology.chip.hbm_bytes and not self.keep_large:
             self._drop_large(point, held)
             return None
         rank = 0.0

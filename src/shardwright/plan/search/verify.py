@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import ProgramError
-from shardwright.manager.manager import PartitionManager
-from shardwright.mesh.build import abstract_mesh
 from shardwright.plan.fit import Verdict
 from shardwright.plan.links import inside_seconds
 from shardwright.plan.planner import Program
@@ -121,8 +119,7 @@ def verify_front(
     verified = []
     chosen = found.front[:most]
     for number, candidate in enumerate(chosen, 1):
-        mesh = abstract_mesh(dict(candidate.sizes), axis_types=candidate.strategy.axis_types)
-        manager = PartitionManager(candidate.strategy, mesh=mesh)
+        manager = candidate.manager
         verifications: dict[str, Verification] = {}
         failures: list[str] = []
         for mode in candidate.reports:

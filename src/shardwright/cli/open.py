@@ -1,0 +1,176 @@
+"""`shardwright open`: the plans of many candidates as one HTML page, in which a reader explores."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+
+from shardwright.cli.arguments import EXIT_CODES, make_parser
+from shardwright.cli.inputs import read_count, read_setting, read_slice
+from shardwright.cli.programs import plan_program
+from shardwright.cli.search import (
+    add_search_options,
+    mode_groups,
+    print_errors,
+    read_variants,
+    search_groups,
+)
+from shardwright.cli.show import ProgressLine, print_lines
+from shardwright.errors import ShardingError, StrategyError
+from shardwright.plan.hardware import Topology
+from shardwright.plan.planner import Program
+from shardwright.plan.search.result import Candidate
+from shardwright.show.explore import page_html
+from shardwright.show.search import count_lines
+from shardwright.strategy import files
+from shardwright.vocabulary.modes import mode_name
+
+_EPILOG = f"""\
+MODEL is file.py:function or a config.json, as for `shardwright plan`. The page has sliders for the
+mesh, the memory and the traffic of each candidate, and the rule behind each dim of each tensor. It
+is one file, which loads nothing. With --topology, the candidates are those of `shardwright search`,
+and those that do not fit. With --mesh, they are the given strategies on the given meshes.
+
+examples:
+  shardwright open config.json --topology v5p:4x4x4
+  shardwright open model.py:programs --strategy mine.toml --strategy fsdp_tp --topology v5e:4x8
+  shardwright open model.py:programs --strategy mine.toml --mesh fsdp:8 --mesh fsdp:4,tp:2
+
+exit codes: 0 written; 1 Ctrl-C ended the search before it planned a candidate;
+{EXIT_CODES}."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
+    command = make_parser(
+        "open", "Write plans as one HTML page to explore. Needs no devices.", epilog=_EPILOG
+    )
+    add_search_options(command, topology_required=False)
+    command.add_argument(
+        "--mesh",
+        action="append",
+        metavar="M",
+        help="plan this mesh and do not search, such as fsdp:16,tp:4; repeat it for more",
+    )
+    command.add_argument(
+        "--candidates",
+        type=read_count,
+        default=60,
+        metavar="N",
+        help="the most candidates on the page, for train and for the other modes (default: 60)",
+    )
+    command.add_argument(
+        "--out",
+        default="plan.html",
+        metavar="FILE",
+        help="the page; it replaces an existing file (default: plan.html)",
+    )
+    return command
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, write the page and return the exit code.
+
+    Raises:
+      ShardingError: The question is invalid.
+    """
+    topology = read_slice(arguments.topology, arguments.hardware)
+    errors: dict[str, ShardingError] = {}
+    notes: list[str] = []
+    candidates: list[Candidate] = []
+    if arguments.mesh is not None:
+        variants, candidates = _given(arguments, topology, notes)
+    elif topology is None:
+        raise StrategyError(
+            "neither a slice nor a mesh is given",
+            fix="add --topology v5p:4x4x4, or --strategy and --mesh",
+        )
+    else:
+        variants = read_variants(arguments, topology.devices, notes)
+        progress = ProgressLine()
+        groups = mode_groups(arguments, next(iter(variants.values())))
+        # A search plans more than the page shows, to find the best; that takes longer.
+        reports, errors = search_groups(
+            arguments,
+            topology,
+            groups,
+            variants,
+            progress,
+            walks=arguments.candidates,
+            keep_large=True,
+        )
+        progress.close()
+        for name, report in reports.items():
+            shown = report.candidates[: arguments.candidates]
+            left = len(report.candidates) - len(shown)
+            notes += [f"{name}: {line.strip()}" for line in count_lines(report)]
+            notes += [f"{name}: not on this page: {left} slower candidates"] if left else []
+            candidates += shown
+    if not candidates:
+        print_lines(["no candidate was planned"])
+        return 1
+    title = f"Plans of {os.path.basename(arguments.model)}"
+    # Each variant of a model has most notes of the others.
+    page = page_html(candidates, variants, title=title, notes=list(dict.fromkeys(notes)))
+    files.write_text(Path(arguments.out), page)
+    modes = dict.fromkeys(mode_name(mode) for each in candidates for mode in each.reports)
+    print_lines(
+        [
+            f"planned {len(candidates)} candidates for {', '.join(modes)}",
+            f"wrote {arguments.out}: open it in a browser",
+        ]
+    )
+    print_errors(errors)
+    return 2 if errors else 0
+
+
+def _given(
+    arguments: argparse.Namespace, topology: Topology | None, notes: list[str]
+) -> tuple[dict[str, dict[str, Program]], list[Candidate]]:
+    """Plan the given strategies on the given meshes.
+
+    Raises:
+      ShardingError: The question is invalid.
+    """
+    if arguments.strategy is None:
+        raise StrategyError("--mesh needs a strategy", fix="add --strategy fsdp_tp")
+    for option in ("axes", "pin", "vary", "orders"):
+        if getattr(arguments, option):
+            raise StrategyError(
+                f"--{option} is for a search, but --mesh gives the meshes",
+                fix=f"leave out --{option}, or give --topology and no --mesh",
+            )
+    settings = [
+        read_setting(strategy, mesh=mesh, devices=None if topology is None else topology.devices)
+        for strategy in arguments.strategy
+        for mesh in arguments.mesh
+    ]
+    variants = read_variants(arguments, settings[0].manager.mesh.size, notes)
+    modes = [
+        mode
+        for group in mode_groups(arguments, next(iter(variants.values()))).values()
+        for mode in group
+    ]
+    candidates = []
+    for label, programs in variants.items():
+        for setting in settings:
+            candidate = Candidate(
+                name=setting.strategy,
+                sizes=setting.sizes,
+                strategy=setting.combined,
+                reports={},
+                variant=label,
+            )
+            reports = {
+                mode: plan_program(
+                    programs[mode],
+                    candidate.manager.for_mode(mode),
+                    f"{arguments.model} for {mode_name(mode)}",
+                    topology=None if topology is None else setting.on(topology),
+                )
+                for mode in modes
+            }
+            candidates.append(dataclasses.replace(candidate, reports=reports))
+    return variants, candidates
