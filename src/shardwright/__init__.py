@@ -121,6 +121,7 @@ if TYPE_CHECKING:
     from shardwright.inference.infer import infer_axes as infer_axes
     from shardwright.layers.recurrence import linear_scan as linear_scan
     from shardwright.lints.catalogue import lint as lint
+    from shardwright.manager.offload import offloaded as offloaded
     from shardwright.plan.search import search as search
     from shardwright.show.visualize import visualize as visualize
     from shardwright.strategy.model import Strategy as Strategy
@@ -138,6 +139,7 @@ _ON_DEMAND = {
     "lint": "shardwright.lints.catalogue",
     "search": "shardwright.plan.search",
     "visualize": "shardwright.show.visualize",
+    "offloaded": "shardwright.manager.offload",
     "annotate_state": "shardwright.trees.optimizer_state",
     "Strategy": "shardwright.strategy.model",
 }

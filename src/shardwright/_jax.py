@@ -380,6 +380,12 @@ def is_sharding_type_error(error: BaseException) -> bool:
     return type(error).__name__ == "ShardingTypeError"
 
 
+def mixes_memories(error: BaseException) -> bool:
+    """Tell whether JAX refused an operation on operands in the memories of host and device."""
+    # JAX raises a plain ValueError.
+    return isinstance(error, ValueError) and str(error).startswith("memory_space of all inputs")
+
+
 # What JAX says of shardings in errors of other classes. Unequal types of carries and branches are
 # about shardings if JAX names no other difference.
 _ABOUT_SHARDINGS = re.compile(

@@ -526,12 +526,31 @@ pattern = st.sampled_from(
         "#",
     ]
 )
+place = st.sampled_from(["device", "host"])
 mode_table = st.builds(
-    lambda rules, params: {**rules, **({"params": params} if params else {})}, table, table
+    lambda rules, params, memory: {
+        **rules,
+        **({"params": params} if params else {}),
+        **({"memory": memory} if memory is not None else {}),
+    },
+    table,
+    table,
+    st.none() | st.fixed_dictionaries({}, optional={"params": place}),
 )
 entries = st.lists(
     st.builds(lambda match, rules: {"match": match, **rules}, pattern, table.filter(bool)),
     max_size=3,
+)
+memory = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(["state", "params", "activations"], place),
+        "saved": st.dictionaries(text, place, max_size=2),
+        "tensors": st.lists(
+            st.builds(lambda match, where: {"match": match, "state": where}, pattern, place),
+            max_size=2,
+        ),
+    },
 )
 mesh = st.dictionaries(st.sampled_from(MESH_AXES[:-1]), st.sampled_from([1, 2, 4]), max_size=4).map(
     lambda sizes: {**sizes, "columns": -1}
@@ -557,6 +576,7 @@ data = st.fixed_dictionaries(
             },
         ),
         "tensors": entries,
+        "memory": memory,
     },
 )
 

@@ -213,7 +213,13 @@ def _placed_json(placed: Placed) -> dict[str, Any]:
     spec = None if placed.mesh_axes is None else [list(axes) for axes in placed.mesh_axes]
     problems = [str(problem) for problem in placed.found.problems]
     shards = None if placed.shards is None else list(placed.shards)
-    return {"spec": spec, "shards": shards, "bytes_per_device": placed.bytes, "problems": problems}
+    return {
+        "spec": spec,
+        "shards": shards,
+        "memory": "host" if placed.found.on_host else "device",
+        "bytes_per_device": placed.bytes,
+        "problems": problems,
+    }
 
 
 # The report: a table per role and per group of modes with the same differences.
@@ -291,7 +297,8 @@ def _signed(count: int) -> str:
 def _placement_text(placed: Placed) -> str:
     if placed.mesh_axes is None:
         return "!"
-    return ", ".join("+".join(axes) or "-" for axes in placed.mesh_axes) or "()"
+    spec = ", ".join("+".join(axes) or "-" for axes in placed.mesh_axes) or "()"
+    return f"{spec} on host" if placed.found.on_host else spec
 
 
 def _counts(placed: Placed) -> str:

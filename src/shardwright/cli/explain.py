@@ -21,7 +21,7 @@ from shardwright.errors import Problem, ShapeRequiredError, StrategyError, rende
 from shardwright.plan.compare import bytes_on_device
 from shardwright.resolution.decisions import Outcome, Resolution
 from shardwright.resolution.partition_specs import spec_text
-from shardwright.show.resolution import HEAD, mesh_axes_text, row
+from shardwright.show.resolution import HEAD, memory_text, mesh_axes_text, row
 from shardwright.show.tables import remarked_table, table
 from shardwright.trees.tensors import Tensor
 from shardwright.vocabulary.axes import Role, axis_label
@@ -217,6 +217,7 @@ def array_lines(answer: ExplainedTensor, *, width: int) -> list[str]:
             if all(decision.size is None for decision in resolution.decisions):
                 rows = [(*cells[:2], *cells[3:]) for cells in rows]
             lines += remarked_table(rows, indent="  ", width=width)
+        lines += [f"  {memory_text(resolution.memory)}"] if resolution.memory else []
         lines += [f"  note: {note}" for note in resolution.notes]
         problems = _with_fix(resolution.problems, sizes="give the sizes: --shape")
         lines += [f"  {line}" for line in render(problems).splitlines() if problems]
@@ -246,7 +247,7 @@ def _groups(modes: Mapping[str, Resolution]) -> list[tuple[list[str], Resolution
     for name, resolution in modes.items():
         problems = [(problem.error, problem.what, problem.dim) for problem in resolution.problems]
         # Decisions contain their rules, so modes with equal specs by other rules are shown apart.
-        key = (resolution.decisions, resolution.notes, problems)
+        key = (resolution.decisions, resolution.memory, resolution.notes, problems)
         if key not in keys:
             keys.append(key)
             groups.append(([], resolution))
@@ -318,6 +319,7 @@ def _cells(answer: ExplainedTensor, mode: str) -> tuple[str, str]:
     placement = ", ".join(mesh_axes_text(decision) for decision in resolution.decisions) or (
         "()" if resolution.ok else "!"
     )
+    placement += " on host" if resolution.on_host else ""
     return placement, "" if count is None else bytes_text(count)
 
 

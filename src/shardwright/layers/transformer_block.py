@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from shardwright.attention.masks import Window
 from shardwright.caches.base import KVCache
@@ -39,7 +40,11 @@ from shardwright.layers.moe import MoEState
 from shardwright.layers.moe_block import MoEBlockConfig
 from shardwright.layers.placement import RESIDUAL, check_residual, path_of, place
 from shardwright.layers.rope import RopeFrequencies
+from shardwright.manager import context
+from shardwright.manager.remat import remat_policy as manager_policy
+from shardwright.resolution.rules import SavedActivations
 from shardwright.trees.initialize import stack_specs
+from shardwright.vocabulary.axes import Memory
 from shardwright.vocabulary.integers import with_article
 from shardwright.vocabulary.read import (
     RATE,
@@ -64,6 +69,13 @@ REMAT: Final[Mapping[str, Callable[..., Any] | None]] = MappingProxyType(
         "blocks": jax.checkpoint_policies.save_only_these_names("attention_out", "mlp_down"),
     }
 )
+
+# What offloading may move of each layer, besides matmuls.
+_NAMES: Final = {
+    "full": ("residual",),
+    "dots": ("residual",),
+    "blocks": ("residual", "attention_out", "mlp_down"),
+}
 
 MLP: Final = instance(MlpConfig, MoEBlockConfig)
 _NO_SEGMENT: Final = -(2**31)  # of padding rows; no caller's segment has it
@@ -466,14 +478,36 @@ def _if_any(states: list[Any]) -> list[Any] | None:
     return states if jax.tree.leaves(states) else None
 
 
+def remat_policy(remat: str) -> Callable[..., Any] | None:
+    """Return the policy of a name of `REMAT`, under the memory rules of the ambient manager.
+
+    Raises:
+      LayerError: `remat` is "none", and a rule puts saved values into host memory.
+    """
+    manager = context.current()
+    saved = SavedActivations() if manager is None else manager.rules.saved
+    if saved == SavedActivations():
+        return REMAT[remat]
+    if remat == "none":
+        if saved.ref is None:
+            return None
+        what = 'remat="none" keeps all values on the device, and a rule puts them on the host'
+        raise LayerError(what, rule=str(saved.ref), fix='pass remat="full", "dots" or "blocks"')
+    # On the device, the residual is saved as an argument of the layer, and would be saved twice.
+    names = [each for each in _NAMES[remat] if each != "residual" or saved.of(each) is Memory.HOST]
+    policy: Callable[..., Any] = manager_policy(manager, names, dots=remat == "dots")
+    return policy
+
+
 def _layer(config: TransformerConfig, number: int, path: str | None, given: Any) -> Any:
     """Return one layer as a function of arrays alone, under the remat policy."""
     attention = config.attention_of(number)
     run = functools.partial(_run_layer, config, attention, config.mlp_of(number), path, given)
-    if config.remat == "none":
+    policy = remat_policy(config.remat)
+    if policy is None:
         return run
     # A scan is a barrier that keeps XLA from merging the second computation with the first.
-    return jax.checkpoint(run, policy=REMAT[config.remat], prevent_cse=not config.scan)
+    return jax.checkpoint(run, policy=policy, prevent_cse=not config.scan)
 
 
 def _run_layer(
@@ -489,6 +523,7 @@ def _run_layer(
     states: tuple[Any, Any],
 ) -> tuple[Any, Any, tuple[Any, Any]]:
     moe_state, scaling = states
+    x = checkpoint_name(x, "residual")
     added, attended = attention_block.apply(
         attention,
         params["attention"],

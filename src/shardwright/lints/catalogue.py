@@ -32,6 +32,7 @@ LINTS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     mesh_use.idle_zero1,
     trees.no_rule,
     trees.unused_tensors,
+    trees.unused_memory,
     trees.unused_rules,
 )
 _WORST_FIRST = tuple(Severity)

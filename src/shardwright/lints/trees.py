@@ -238,6 +238,21 @@ def unused_tensors(subject: Subject) -> Iterator[Finding]:
                 )
 
 
+def unused_memory(subject: Subject) -> Iterator[Finding]:
+    """Yield `[[memory.tensors]]` entries whose pattern matches no weight of the tree."""
+    paths = [tensor.path for tensor in subject.tensors or () if role_of(tensor) is Role.PARAM]
+    for rule in subject.rules.memory if paths else ():
+        key = (*rule.ref.table.split("."), "match")
+        if rule.match is not None and not any(map(rule.matches, paths)):
+            yield subject.finding(
+                Code.UNUSED_TENSORS,
+                Severity.WARNING,
+                key,
+                message=f"match {rule.match!r} matches no weight of the tree",
+                fix=f"correct the pattern; the tree has the path {paths[0]}",
+            )
+
+
 def unused_rules(subject: Subject) -> Iterator[Finding]:
     """Yield rules and declared axes whose axis no tensor of the tree has.
 

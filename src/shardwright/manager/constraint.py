@@ -20,6 +20,7 @@ from shardwright.errors import (
     StrategyError,
     raise_problems,
 )
+from shardwright.manager.memory import in_host_memory, to_device
 from shardwright.resolution.partition_specs import (
     UNCONSTRAINED,
     canonical_spec,
@@ -309,9 +310,13 @@ def put(x: Any, placement: Placement, *, compared: bool = False) -> Any:
 def gather(w: Any, use: Placement, stored: Placement) -> Any:
     """Constrain a stored weight to the spec of its use, and its cotangent to the stored spec.
 
-    Both placements are static, so the backward pass does not read the ambient manager.
+    A weight in host memory moves to the device, and its cotangent to the host. Both placements are
+    static, so the backward pass does not read the ambient manager.
     """
     check_kept(w)
+    if in_host_memory(w):
+        # First the shards move, and only then the device gathers: the host link has no all-gather.
+        w = to_device(w, NamedSharding(stored.mesh, stored.spec))
     if stored.explicit is None:
         return _gather_auto(w, use, stored)
     # Over Explicit axes a cotangent has the sharding of its primal. So first give the weight its

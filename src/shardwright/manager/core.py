@@ -16,7 +16,7 @@ from shardwright.errors import (
     StrategyError,
     raise_problems,
 )
-from shardwright.manager import constraint, context
+from shardwright.manager import constraint, context, memory
 from shardwright.manager.effect import CONSTRAIN, Effect
 from shardwright.manager.facts import manager_facts
 from shardwright.mesh.build import MeshSizes, mesh_sizes
@@ -35,6 +35,13 @@ _EXPLICIT_NOTE = (
     "The mesh has Explicit axes, over which JAX asks for the sharding of a result.\n"
     "  fix   build the mesh with sw.create_mesh, whose axes are Auto; or write "
     "sw.einsum(..., out=axes)"
+)
+
+_MEMORY_NOTE = (
+    "One operand is in host memory, and JAX computes on the device.\n"
+    "  fix   jit the step with pm.jit_step, which moves optimizer state, gather parameters with "
+    "sw.gather, and update them with sw.offloaded(optimizer, specs).apply_gradients; or move the "
+    "operand yourself, jax.device_put(x, jax.memory.Space.Device)"
 )
 
 M = TypeVar("M", bound="Manager")
@@ -170,11 +177,16 @@ class Manager:
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         context.leave(self)
-        if error is None or not _jax.is_sharding_type_error(error):
+        if error is None:
             return
+        note = ""
+        if _jax.is_sharding_type_error(error):
+            note = _EXPLICIT_NOTE
+        elif _jax.mixes_memories(error):
+            note = _MEMORY_NOTE
         # The error passes through each `with pm:` that encloses it.
-        if _EXPLICIT_NOTE not in getattr(error, "__notes__", ()):
-            error.add_note(_EXPLICIT_NOTE)
+        if note and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
     def _meet(self) -> None:
         """Compare this manager with the other processes of its mesh, at its first entry.
@@ -295,13 +307,18 @@ class Manager:
     def sharding_of(self, resolution: Resolution, memory_kind: str | None = None) -> NamedSharding:
         """Return the sharding of a resolution. Equal specs give the identical object.
 
+        `memory_kind` wins over the rules of memory.
+
         Raises:
           ShardingError: The resolution has problems.
-          StrategyError: A rule leaves a dim to the compiler.
+          StrategyError: A rule leaves a dim to the compiler; or a rule puts the array on the host,
+            and the backend has no memory there.
         """
         spec = resolution.require()
         if PartitionSpec.UNCONSTRAINED in spec.partitions:
             raise_problems(needs_sharding(resolution), resolution=resolution)
+        if memory_kind is None and resolution.on_host:
+            memory_kind = memory.host_kind(self.mesh, resolution.memory, resolution.path)
         key = ("sharding", spec, memory_kind)
         known = self.cache[key]
         if known is None:

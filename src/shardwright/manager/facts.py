@@ -43,6 +43,13 @@ def manager_facts(
         facts[f"[[tensors]] {at}"] = Fact(f"match = {entry.match!r}")
         for axis, rule in entry.rules:
             facts[f"[[tensors]] {at} {axis_label(axis)}"] = _rule_fact(axis, rule)
+    for at, place in enumerate(rules.memory):
+        modes = ", ".join(map(mode_name, place.modes))
+        text = f"{place.role} on the {place.memory}, match = {place.match!r}, in {modes}"
+        facts[f"[memory] {at}"] = Fact(text, str(place.ref))
+    saved = rules.saved
+    names = "".join(f", {name} on the {memory}" for name, memory in saved.names)
+    facts["[memory] activations"] = Fact(f"on the {saved.memory}{names}", str(saved.ref or ""))
     if rules.order:
         facts["order of the rules"] = Fact(digest_of(repr(rules.order)))
     return facts

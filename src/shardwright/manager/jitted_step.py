@@ -20,6 +20,7 @@ from shardwright.errors import (
     StrategyError,
     raise_problems,
 )
+from shardwright.manager.memory import is_host
 from shardwright.resolution.partition_specs import spec_text
 from shardwright.trees.paths import path_text, structure_differences
 from shardwright.vocabulary.annotations import is_annotation
@@ -361,5 +362,6 @@ def _type(x: Any) -> str:
 
 def _placement(sharding: Any) -> str:
     if isinstance(sharding, NamedSharding):
-        return f"{spec_text(sharding.spec)} on {dict(sharding.mesh.shape_tuple)}"
+        kind = f" in {sharding.memory_kind} memory" if is_host(sharding.memory_kind) else ""
+        return f"{spec_text(sharding.spec)} on {dict(sharding.mesh.shape_tuple)}{kind}"
     return f"{type(sharding).__name__} on {', '.join(sorted(map(str, sharding.device_set)))}"

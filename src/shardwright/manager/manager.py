@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardwright.errors import raise_problems
 from shardwright.manager import place as arrays
+from shardwright.manager import remat, trees, weights
 from shardwright.manager import step as steps
-from shardwright.manager import trees, weights
 from shardwright.manager.arguments import check_rules_on_mesh, compiled_rules, mesh_for
 from shardwright.manager.core import Manager, needs_sharding
 from shardwright.mesh.build import mesh_sizes
@@ -143,12 +143,13 @@ class PartitionManager(Manager):
     ) -> NamedSharding:
         """Return the sharding of an annotation. Equal specs give the identical object.
 
-        The arguments are those of `explain`. `memory_kind` defaults to the default memory of the
-        devices.
+        The arguments are those of `explain`. `memory_kind` defaults to what `[memory]` of the
+        strategy says, else to the default memory of the devices.
 
         Raises:
           ShardingError: The annotation does not resolve. The error has the `problems` of `explain`.
-          StrategyError: A rule is `?`, but a sharding must decide every dim.
+          StrategyError: A rule is `?`, but a sharding must decide every dim. Or a rule puts the
+            array on the host, and the backend has no memory there.
         """
         resolution = self.explain(*axes, mode=mode, role=role, shape=shape, path=path)
         return self.sharding_of(resolution, memory_kind)
@@ -185,7 +186,8 @@ class PartitionManager(Manager):
         Outside of a trace it places the array. `shard` is strict: an array that does not fit raises
         an error. NumPy data must be equal in all processes of the mesh, which is checked. Like
         `jax.device_put`, `shard` copies only what it moves: the result may share memory with `x`,
-        so a function that donates the result may delete arrays of `x`.
+        so a function that donates the result may delete arrays of `x`. `shard` never moves an array
+        between the memories of host and device.
 
         Args:
           x: JAX or NumPy arrays, or a tree of them.
@@ -219,6 +221,7 @@ class PartitionManager(Manager):
         """Gather a stored weight, or a tree of them, into the sharding that computation uses.
 
         The weight is constrained to its `use` sharding, and its gradient to its `param` sharding.
+        A weight in host memory first moves to the device, and its gradient moves to the host.
         Inside `shard_map` this is an all-gather of the shard, whose transpose is a reduce-scatter.
         `gather` has derivatives of any order.
 
@@ -315,6 +318,8 @@ class PartitionManager(Manager):
         role: Role | str = Role.PARAM,
     ) -> Any:
         """Return a tree of shardings for `jit`, `device_put` or a checkpoint.
+
+        Their memory kinds are those of `[memory]` of the strategy.
 
         Args:
           values: A tree of values with a shape. `ArraySpec` leaves have their own annotations.
@@ -477,7 +482,9 @@ class PartitionManager(Manager):
     ) -> Callable[..., Any]:
         """Jit a training step `(state, *inputs) -> (state, metrics)` that donates its state.
 
-        The new state has the shardings of the old state and reuses its memory. The step runs under
+        The new state has the shardings of the old state and reuses its memory. Optimizer state
+        in host memory moves to the device before the step, and back after it; that of
+        `sw.offloaded` moves one layer at a time. The step runs under
         this manager, so a call does not need `with pm:`. Every array of the state must have a
         sharding on the manager's mesh. Scalars and PRNG keys without one are replicated.
 
@@ -502,6 +509,20 @@ class PartitionManager(Manager):
           ShardingError: An annotation does not fit the rules or the mesh.
         """
         return steps.jit_step(self, step, state, *inputs, donate=donate)
+
+    def remat_policy(self, *names: str) -> Callable[..., Any]:
+        """Return a policy of `jax.checkpoint` that saves values by their names, and no others.
+
+        `[memory.saved]` of the strategy adds names, and says whether the values of a name live on
+        the device or on the host. `activations` decides for names that it does not have.
+
+        Args:
+          *names: Names that the function gives to values by `jax.ad_checkpoint.checkpoint_name`.
+
+        Raises:
+          StrategyError: A value lives on the host, and the backend has no memory there.
+        """
+        return remat.remat_policy(self, names)
 
     def plan(
         self,

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
-from shardwright.manager import constraint, jitted_step, trees
+from shardwright.manager import constraint, jitted_step, memory, trees
 from shardwright.manager.core import Manager
 from shardwright.resolution.problems import suggest_for_missing_size
 from shardwright.resolution.request import ShardingRequest
@@ -21,6 +21,7 @@ from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import ArraySpec, is_annotation, is_tuple_of_annotations
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.lowering import describe
+from shardwright.vocabulary.modes import MODE_TRAIN
 
 
 def state_shardings(
@@ -35,7 +36,7 @@ def state_shardings(
     """Return the shardings of an optimizer's state."""
     from shardwright.trees.optimizer_state import annotate_state
 
-    by_path = bool(manager.rules.tensors)
+    by_path = manager.rules.reads_paths
     annotations = annotate_state(state, params, annotations, overrides=overrides, by_path=by_path)
     return trees.shardings(manager, state, annotations, mode=mode, role=Role.STATE)
 
@@ -87,7 +88,10 @@ def init_state(
 def jit_step(
     manager: Manager, step: Callable[..., Any], state: Any, *inputs: Any, donate: bool = True
 ) -> Callable[..., Any]:
-    """Jit a training step `(state, *inputs) -> (state, metrics)` that donates its state."""
+    """Jit a training step `(state, *inputs) -> (state, metrics)` that donates its state.
+
+    It moves optimizer state in host memory to the device, and back after the step.
+    """
     state_shardings = _shardings_of(manager, state, "state")
     described = jitted_step.Argument("state", state, state_shardings)
     input_shardings = [
@@ -96,11 +100,16 @@ def jit_step(
         for position, tree in enumerate(inputs)
     ]
 
+    # Parameters in host memory move layer by layer, in `gather` and in an `offloaded` optimizer.
+    keeps_params = memory.holds_params(manager.rules, manager.mode or MODE_TRAIN)
+
     @functools.wraps(step)
     def run(state: Any, *inputs: Any) -> tuple[Any, Any]:
         # Inside the traced function, so that `step`, `lower` and `trace` need no `with pm:`.
         with manager:
-            result = step(state, *inputs)
+            # Back to the host it moves by `out_shardings`.
+            moved = state if keeps_params else memory.fetch(state, state_shardings)
+            result = step(moved, *inputs)
         if not (isinstance(result, tuple) and len(result) == 2):
             what = f"the step returns a {type(result).__name__}, not a pair"
             fix = "return the new state and the rest, for instance `return state, loss`"

@@ -40,7 +40,7 @@ def shardings(
     """Return a tree of shardings for `jit`, `device_put` or a checkpoint."""
     if isinstance(annotations, list):
         annotations = tree_of_annotations((annotations,))
-    if not manager.rules.tensors:
+    if not manager.rules.reads_paths:
         paired = annotated.pair(values, annotations)
         # On an error, `map_leaves` below reports the leaves by their paths.
         with contextlib.suppress(AttributeError, TypeError, ShardingError):

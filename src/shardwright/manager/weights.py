@@ -11,6 +11,7 @@ from shardwright import _jax
 from shardwright.errors import RankMismatchError, raise_problems
 from shardwright.manager import context, manual_gather
 from shardwright.manager.core import Manager
+from shardwright.manager.memory import in_host_memory
 from shardwright.manager.place import decide_array, path_required
 from shardwright.manager.trees import map_leaves
 from shardwright.manager.which_shard import Weight
@@ -65,6 +66,8 @@ def _gather(manager: Manager, w: Any, request: ShardingRequest) -> Any:
     path = request.path if request.path is not None and manager.reads_paths else None
     key: Any = ("gather", annotation, local, shape, request.mode, path, ambient)
     if ambient.manual_axes:
+        if in_host_memory(w):
+            w = jax.device_put(w, jax.memory.Space.Device)
         request = request._replace(annotation=annotation, shape=shape)
         varying = _jax.varying_axes(w) if _jax.tracks_varying() else None
         # `find_split` reads both, and neither follows from the local shape.

@@ -23,8 +23,8 @@ class Placed:
       mesh_axes: Mesh axes of each dim, major first. `("?",)` means that the dim is left to the
         compiler. None if there is no spec.
       shards: Number of shards of each dim. None if there is no spec.
-      bytes: Bytes per device. None if spec, shape or dtype is missing, or a dim is left to the
-        compiler.
+      bytes: Bytes per device, 0 in host memory. None if spec, shape or dtype is missing, or a dim
+        is left to the compiler.
     """
 
     found: Resolution
@@ -55,12 +55,13 @@ class Row:
 
     @property
     def moved(self) -> bool:
-        """Whether a dim is sharded over other mesh axes, or only one manager has a spec."""
-        return self.before.mesh_axes != self.after.mesh_axes
+        """Whether mesh axes of a dim or the memory differ, or only one manager has a spec."""
+        before, after = self.before, self.after
+        return before.mesh_axes != after.mesh_axes or before.found.on_host != after.found.on_host
 
     @property
     def changed(self) -> bool:
-        """Whether a dim is sharded over other mesh axes, or has another number of shards."""
+        """Whether it moved, or a dim has another number of shards."""
         # Two meshes may give one mesh axis different sizes.
         return self.moved or self.before.shards != self.after.shards
 
@@ -202,7 +203,7 @@ def _placed(tensor: Tensor, manager: PartitionManager, mode: str) -> Placed:
 def bytes_on_device(
     tensor: Tensor, resolution: Resolution, manager: PartitionManager
 ) -> int | None:
-    """Return the bytes of a tensor on each device.
+    """Return the bytes of a tensor on each device: 0 if it lives on the host.
 
     Returns:
       None if spec, shape or dtype is unknown, or a dim is left to the compiler.
@@ -211,10 +212,11 @@ def bytes_on_device(
         decision.outcome is Outcome.UNCONSTRAINED for decision in resolution.decisions
     ):
         return None
-    return tensor.bytes_over(
+    size = tensor.bytes_over(
         math.prod(
             manager.mesh.shape[axis]
             for decision in resolution.decisions
             for axis in decision.mesh_axes
         )
     )
+    return 0 if resolution.on_host and size is not None else size

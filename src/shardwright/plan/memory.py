@@ -14,6 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
+from shardwright.manager.memory import is_host
 from shardwright.resolution.partition_specs import UNCONSTRAINED, entry_names
 from shardwright.resolution.patterns import compile_pattern
 from shardwright.trees.paths import path_text
@@ -32,7 +33,7 @@ class LeafBytes:
       spec: `PartitionSpec`, or None if the sharding has none.
       devices: Number of devices that hold a part of it.
       total: Bytes of one copy of the whole array.
-      per_device: Bytes on each device.
+      per_device: Bytes on each device, or on the host for each device.
       copies: Number of devices that hold each element.
       replicated_over: Mesh axes of size > 1 that the array is replicated over, in mesh order.
       memory_kind: Memory kind of the sharding, such as `pinned_host`, or empty.
@@ -50,6 +51,11 @@ class LeafBytes:
     memory_kind: str = ""
 
     @property
+    def on_host(self) -> bool:
+        """Whether the array is in host memory."""
+        return is_host(self.memory_kind)
+
+    @property
     def held(self) -> int:
         """Bytes on all devices, copies included."""
         return self.per_device * self.devices
@@ -63,7 +69,10 @@ class LeafBytes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TreeBytes:
-    """Bytes of a tree: one entry per array, in flattening order, and their sums. Print it."""
+    """Bytes of a tree: one entry per array, in flattening order, and their sums. Print it.
+
+    Arrays in host memory count in `total` and in `host_per_device` only.
+    """
 
     leaves: tuple[LeafBytes, ...]
 
@@ -75,17 +84,22 @@ class TreeBytes:
     @property
     def per_device(self) -> int:
         """Bytes on each device."""
-        return sum(leaf.per_device for leaf in self.leaves)
+        return sum(leaf.per_device for leaf in self.leaves if not leaf.on_host)
+
+    @property
+    def host_per_device(self) -> int:
+        """Bytes on the host for each device."""
+        return sum(leaf.per_device for leaf in self.leaves if leaf.on_host)
 
     @property
     def held(self) -> int:
         """Bytes on all devices, copies included."""
-        return sum(leaf.held for leaf in self.leaves)
+        return sum(leaf.held for leaf in self.leaves if not leaf.on_host)
 
     @property
     def replicated(self) -> int:
         """Bytes on all devices beyond the first copy of each array."""
-        return sum(leaf.replicated for leaf in self.leaves)
+        return sum(leaf.replicated for leaf in self.leaves if not leaf.on_host)
 
     @property
     def replicated_share(self) -> float:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.manager.core import Manager
+from shardwright.manager.memory import is_host
 from shardwright.mesh.build import mesh_sizes
 from shardwright.plan.attention_calls import AttentionCalls
 from shardwright.plan.fit import Verdict, judge
@@ -297,6 +298,7 @@ def price(
       ShardingError: An annotation does not resolve.
     """
     shapes = program.shapes
+    _check_on_device(manager, traced)
     # Before the walk, which takes the first of several possible roles of an output.
     check_outputs(traced, manager)
     state = program_state(manager, traced, program)
@@ -320,6 +322,28 @@ def price(
         layout=layout,
         attention=traced.attention_calls,
     )
+
+
+def _check_on_device(manager: Manager, traced: Trace) -> None:
+    """Refuse a program with values in host memory: the walk counts all values on the device.
+
+    Raises:
+      StrategyError: A rule, or the sharding of an argument, puts a value into host memory.
+    """
+    what, path, rule = "", "", manager.rules.saved.ref
+    if rule is not None:
+        what = "what rematerialization saves is in host memory"
+    for given in traced.inputs:
+        if isinstance(given, ShardingRequest) and (found := manager.answer(given)).on_host:
+            what, path, rule = "the array is in host memory", found.path, found.memory
+            break
+        if isinstance(given, NamedSharding) and is_host(given.memory_kind):
+            what = "an argument is in host memory"
+            break
+    if what:
+        fix = 'plan it on the device: write "device" in that line, or pass shardings in '
+        what += ", and a plan counts the memory of devices only"
+        raise StrategyError(what, path=path, rule=str(rule or ""), fix=f"{fix}device memory")
 
 
 def _with_gather(

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.errors import Problem, ShardingError, StrategyError, did_you_mean, raise_problems
 from shardwright.manager.core import Manager
+from shardwright.manager.memory import host_kind
 from shardwright.plan.memory import LeafBytes, TreeBytes, leaf_bytes
 from shardwright.resolution.decisions import DimDecision, Reason, Resolution
 from shardwright.resolution.free_axes import policy_notes
@@ -270,7 +271,8 @@ def _leaf(manager: Manager, array: CountedArray) -> StateLeaf:
     source, resolution = array.source, None
     if isinstance(source, ShardingRequest):
         resolution = manager.answer(source)
-        sharding = NamedSharding(manager.mesh, resolution.require())
+        kind = host_kind(manager.mesh, resolution.memory) if resolution.on_host else None
+        sharding = NamedSharding(manager.mesh, resolution.require(), memory_kind=kind)
     else:
         sharding = source or NamedSharding(manager.mesh, PartitionSpec())
     counted = leaf_bytes(array.value, sharding, path=array.path)

@@ -34,6 +34,7 @@ from shardwright.plan.walk.values import KEEP, Dims, Origin, ShardedValue, dims_
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import DimDecision, Resolution, RuleRef
 from shardwright.resolution.request import ShardingRequest
+from shardwright.resolution.rules import SavedActivations
 from shardwright.trees.annotated import Leaf, annotated_leaves
 from shardwright.vocabulary.annotations import ArraySpec, PartOf
 from shardwright.vocabulary.axes import Role
@@ -66,6 +67,7 @@ class Trace:
       answers: The requests whose answers may have changed the trace.
       mesh: Size of each mesh axis.
       attention: Rules of the strategy that choose an implementation of attention.
+      saved: Rules of the strategy that choose what rematerialization saves.
       attention_calls: The calls of attention, and the implementation that each takes.
       typed_for: The manager, if its mesh has Explicit axes. Then shardings are part of the types of
         all values, and the trace fits this manager only.
@@ -78,6 +80,7 @@ class Trace:
     answers: tuple[TracedRequest, ...]
     mesh: Mapping[str, int]
     attention: tuple[tuple[str, RuleRef], ...]
+    saved: SavedActivations
     unclear: tuple[tuple[ShardingRequest, ...], ...] = ()
     attention_calls: tuple[AttentionCalls, ...] = ()
     typed_for: Manager | None = None
@@ -94,6 +97,8 @@ class Trace:
         It is empty if the trace itself fits. Otherwise the trace is planned under the manager with
         other names of mesh axes. The program must be for `any_mesh`.
         """
+        if self.saved != manager.rules.saved:
+            return None
         if self.fits_all and not is_typed(manager):
             return {}
         # Such a sharding names mesh axes, and `find_renaming` does not see it.
@@ -109,6 +114,8 @@ class Trace:
         If the trace has answers or a `shard_map`, it has shapes of shards. Then the manager must
         have the same mesh sizes and rules of attention, and resolve each request to the same spec.
         """
+        if self.saved != manager.rules.saved:
+            return False
         if self.typed_for is not None or is_typed(manager):
             return self.typed_for == manager
         return self.fits_all or (
@@ -267,6 +274,7 @@ def trace(
         answers=tuple(recorder.answers.values()),
         mesh=dict(manager.mesh.shape),
         attention=manager.rules.attention,
+        saved=manager.rules.saved,
         attention_calls=attention_calls,
         typed_for=manager if typed else None,
         platform=platform,

@@ -17,7 +17,13 @@ from shardwright.manager import constraint
 from shardwright.manager.core import Manager
 from shardwright.processes.host_data import compare_data
 from shardwright.reshard.leaf import check_processes, move_leaf
-from shardwright.reshard.tree import LeafMove, ReshardPlan, plan_moves_of, target_shardings
+from shardwright.reshard.tree import (
+    LeafMove,
+    ReshardPlan,
+    on_device,
+    plan_moves_of,
+    target_shardings,
+)
 from shardwright.trees.paths import is_array_spec
 
 _LOG = logging.getLogger("shardwright.reshard")
@@ -129,7 +135,7 @@ class _Moving:
         kept = {
             id(value)
             for value, leaf in zip(values, self._plan.leaves, strict=True)
-            if not leaf.route.moves
+            if not leaf.copies
         }
         for index in self._plan.order:
             leaf, source = self._plan.leaves[index], values[index]
@@ -137,15 +143,17 @@ class _Moving:
             if leaf.tied_to:
                 self.results[index] = self.results[self._places[leaf.tied_to]]
             else:
-                tick = self._reporter.tick
-                self.results[index] = move_leaf(
-                    source, self._targets[index], leaf.route, donate=donate, tick=tick
-                )
+                tick, target = self._reporter.tick, self._targets[index]
+                moved = move_leaf(source, on_device(target), leaf.route, donate=donate, tick=tick)
+                if leaf.to_host:
+                    # Before the source is deleted, with which a relabeled leaf shares its memory.
+                    moved = jax.block_until_ready(jax.device_put(moved, target))
+                self.results[index] = moved
             uses[id(source)] -= 1
             if leaf.moves:
                 self._done.append(leaf.path)
             # An array that is in the tree several times is deleted after its last use.
-            is_spent = leaf.route.moves and not uses[id(source)] and id(source) not in kept
+            is_spent = leaf.copies and not uses[id(source)] and id(source) not in kept
             if donate and is_spent and isinstance(source, jax.Array) and not source.is_deleted():
                 source.delete()
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from shardwright.errors import Problem, ShardingError, StrategyError, raise_problems
 from shardwright.manager import trees
 from shardwright.manager.core import Manager
+from shardwright.manager.memory import DEVICE, is_host
 from shardwright.reshard import checks
 from shardwright.reshard.pieces import parse_bytes
 from shardwright.reshard.route import Route, Way, find_route, local_dtype
@@ -35,6 +36,7 @@ class LeafMove:
       source: The place of the array before the move: a spec, `host`, or `one device`.
       target: Spec after the move.
       route: How it moves.
+      to_host: Whether devices then copy their shards to host memory.
       tied_to: Path of the first place of the same array in the tree, or empty. The array moves
         once, and the result is at all of its places.
     """
@@ -43,12 +45,18 @@ class LeafMove:
     source: str
     target: str
     route: Route
+    to_host: bool = False
     tied_to: str = ""
+
+    @property
+    def copies(self) -> bool:
+        """Whether the result has memory of its own."""
+        return self.route.moves or self.to_host
 
     @property
     def moves(self) -> bool:
         """Whether a program runs or bytes are sent for this leaf."""
-        return self.route.moves and not self.tied_to
+        return self.copies and not self.tied_to
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +84,11 @@ class ReshardPlan:
     def least_bytes(self) -> int:
         """Bytes of the target that its devices do not hold. No move sends fewer bytes."""
         return sum(leaf.route.least_bytes for leaf in self.leaves if leaf.moves)
+
+    @property
+    def bytes_to_host(self) -> int:
+        """Bytes that devices copy to host memory."""
+        return sum(leaf.route.target_bytes for leaf in self.leaves if leaf.to_host and leaf.moves)
 
     @property
     def source_bytes(self) -> int:
@@ -122,10 +135,13 @@ class ReshardPlan:
                 continue
             route = leaf.route
             ends = _at(route, place, source=False)
-            held[ends] += route.target_bytes // len(route.target.devices)
+            arrives = route.target_bytes // len(route.target.devices) if route.moves else 0
+            held[ends] += arrives
             peak = held.copy()
             peak[ends] += -(-route.temporary_bytes // len(route.target.devices))
             peaks.append((int(held.sum()) - before + route.temporary_bytes, peak))
+            if leaf.to_host:
+                held[ends] -= arrives
             if self.donate:
                 held[_at(route, place, source=True)] -= _source_share(route)
         return peaks
@@ -257,7 +273,14 @@ def _plan_leaf(
     shape, own = plain_type(value)
     # Step counters, token ids and the like keep their dtype.
     is_cast = dtype is not None and jnp.issubdtype(own, jnp.floating)
-    route = find_route(shape, own, dtype if is_cast else own, where, target, limit)
+    to_dtype = dtype if is_cast else own
+    to_host = is_host(target.memory_kind)
+    goal = on_device(target)
+    if to_host and own == to_dtype and where == target:
+        to_host, where = False, goal  # it stays in host memory
+    elif where is not None and is_host(where.memory_kind):
+        where = None
+    route = find_route(shape, own, to_dtype, where, goal, limit)
     if route.moves and not checks.is_wide_enough(own):
         raise ShardingError(
             f"the collectives of XLA do not take arrays of {own}",
@@ -269,9 +292,15 @@ def _plan_leaf(
     return LeafMove(
         path=path,
         source="host" if where is None else place,
-        target=spec_text(target.spec),
+        target=spec_text(target.spec) + (" on host" if is_host(target.memory_kind) else ""),
         route=route,
+        to_host=to_host,
     )
+
+
+def on_device(target: NamedSharding) -> NamedSharding:
+    """Return a sharding in device memory, in which the programs of a move write their results."""
+    return target.with_memory_kind(DEVICE) if is_host(target.memory_kind) else target
 
 
 def plain_type(value: Any) -> tuple[tuple[int, ...], np.dtype]:
@@ -287,7 +316,7 @@ def plain_type(value: Any) -> tuple[tuple[int, ...], np.dtype]:
 def where_is(value: Any, target: NamedSharding) -> Sharding | None:
     """Return the sharding of a leaf. Return None if it must be copied from the host.
 
-    That is the case for an array in the memory of the host or on another platform.
+    That is the case for a NumPy array, and for an array on another platform.
 
     Raises:
       ShardingError: The sharding of the leaf is unknown.
@@ -304,8 +333,6 @@ def where_is(value: Any, target: NamedSharding) -> Sharding | None:
                 "the current sharding of the leaf is unknown",
                 fix="pass source=, a manager or a tree of shardings",
             )
-        return None
-    if sharding.memory_kind in ("pinned_host", "unpinned_host"):
         return None
     if isinstance(value, jax.Array) and isinstance(target.mesh, Mesh):
         platforms = {device.platform for device in target.mesh.devices.flat}

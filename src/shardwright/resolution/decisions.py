@@ -17,7 +17,7 @@ from shardwright.resolution.partition_specs import (
     canonical_spec,
     entry_of,
 )
-from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.axes import Memory, Role
 from shardwright.vocabulary.modes import mode_name
 from shardwright.vocabulary.shown import data_of, html_of, text_of
 
@@ -243,6 +243,8 @@ class Resolution:
       path: The tensor's path, or empty.
       problems: The problems of the request, or empty.
       notes: Remarks that concern no single dim, such as an annotation fitted to another rank.
+      memory: The line of `[memory]` that decides where the array lives. None: no line names it, and
+        it lives on the device, as every scalar does.
       mesh: Name and size of each mesh axis, for the picture in a notebook, or empty if unknown.
       spec: The spec, or None if there are problems.
     """
@@ -255,6 +257,7 @@ class Resolution:
     path: str = ""
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    memory: RuleRef | None = None
     mesh: tuple[tuple[str, int], ...] = dataclasses.field(default=(), compare=False, repr=False)
     spec: PartitionSpec | None = dataclasses.field(init=False)
 
@@ -268,6 +271,11 @@ class Resolution:
     def ok(self) -> bool:
         """Whether the request has a spec."""
         return not self.problems
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the array lives in host memory."""
+        return self.memory is not None and self.memory.text == Memory.HOST
 
     def require(self) -> PartitionSpec:
         """Return the spec.

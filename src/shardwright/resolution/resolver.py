@@ -179,6 +179,9 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
     # the mesh axes that shard the stored parameter.
     if role is Role.STATE:
         derived = add_zero1(derived, rules.policy.zero1, array)
+    # A part of a parameter, such as a moment, lives where the rule for the parameter's path says.
+    owner = annotation.path if isinstance(annotation, PartOf) and annotation.path else path
+    memory = rules.memory_rule(role=role, mode=mode, path=owner)
     return Resolution(
         annotation=describe(annotation),
         decisions=marked_manual(derived.decisions, request.manual),
@@ -188,6 +191,9 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
         path=path or "",
         problems=derived.problems,
         notes=derived.notes,
+        # Scalars, such as the step of an optimizer, stay on the device: a transfer costs more than
+        # their bytes.
+        memory=memory.ref if memory is not None and derived.decisions else None,
         mesh=sizes.pairs,
     )
 

@@ -27,6 +27,7 @@ from shardwright.vocabulary.axes import (
     REPLICATED,
     STANDARD_MESH_AXES,
     UNCONSTRAINED,
+    Memory,
     Role,
     file_name,
 )
@@ -303,6 +304,61 @@ class TensorRules:
         return rule if rule is not None and self.matches(path) else None
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRule:
+    """Where stored parameters, or optimizer state, live.
+
+    Attributes:
+      role: param or state.
+      memory: Device or host.
+      modes: Modes in which the rule applies.
+      match: Pattern of the parameter's path, also for its state. None matches every path.
+      ref: Where the rule is written.
+
+    Raises:
+      StrategyError: The pattern is not a regular expression.
+    """
+
+    role: Role
+    memory: Memory
+    modes: tuple[str, ...] = MODES
+    match: str | None = None
+    ref: RuleRef = dataclasses.field(compare=False, repr=False)
+    _pattern: re.Pattern[str] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_pattern", compile_pattern(self.match or ""))
+
+    def applies(self, *, role: Role, mode: str, path: str | None) -> bool:
+        """Tell whether the rule decides where an array lives."""
+        if role is not self.role or mode not in self.modes:
+            return False
+        return self.match is None or (path is not None and self.matches(path))
+
+    def matches(self, path: str) -> bool:
+        """Tell whether the pattern is found in a path."""
+        return self._pattern.search(path) is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SavedActivations:
+    """Where the values live that rematerialization saves for the backward pass.
+
+    Attributes:
+      memory: Device or host, for values that `names` does not have.
+      names: Pairs of a name that `checkpoint_name` gives and where its values live, sorted.
+      ref: A line that puts values on the host, or None.
+    """
+
+    memory: Memory = Memory.DEVICE
+    names: tuple[tuple[str, Memory], ...] = ()
+    ref: RuleRef | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def of(self, name: str) -> Memory:
+        """Return where the values of a name live."""
+        return dict(self.names).get(name, self.memory)
+
+
 RuleTable = tuple[tuple[str, Rule], ...]
 
 
@@ -320,6 +376,8 @@ class AxisRules:
       attention: Pairs of a mode and the line that names its implementation of attention, sorted.
       order: Under `policy.order = "rules"`, for the activations of each of `MODES` and then for
         the params: the axis of every candidate, in the order in which they are tried. Else empty.
+      memory: Where parameters and optimizer state live; the first rule that applies decides.
+      saved: What rematerialization saves, and where.
       known_axes: Every axis that an annotation may use.
     """
 
@@ -330,6 +388,8 @@ class AxisRules:
     policy: Policy = Policy()
     attention: tuple[tuple[str, RuleRef], ...] = ()
     order: tuple[tuple[str, ...], ...] = ()
+    memory: tuple[MemoryRule, ...] = ()
+    saved: SavedActivations = SavedActivations()
     known_axes: frozenset[str] = dataclasses.field(init=False, repr=False)
     _tables: dict[tuple[str, Role], dict[str, Rule]] = dataclasses.field(init=False, repr=False)
     _values: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
@@ -366,6 +426,8 @@ class AxisRules:
                 self.policy,
                 self.order,
                 named,
+                self.memory,
+                self.saved,
             ),
         )
         object.__setattr__(self, "_hash", hash(self._values))
@@ -426,6 +488,16 @@ class AxisRules:
             (rule for entry in self.tensors if (rule := entry.find(axis, path)) is not None), None
         )
 
+    def memory_rule(self, *, role: Role, mode: str, path: str | None) -> MemoryRule | None:
+        """Return the first rule that says where an array lives, or None: in device memory."""
+        each = (rule for rule in self.memory if rule.applies(role=role, mode=mode, path=path))
+        return next(each, None)
+
+    @property
+    def reads_paths(self) -> bool:
+        """Whether a rule, of sharding or of memory, applies to some paths only."""
+        return bool(self.tensors) or any(rule.match is not None for rule in self.memory)
+
     def attention_in(self, mode: str) -> RuleRef | None:
         """Return the line that names a mode's implementation of attention, or None for AUTO."""
         return dict(self.attention).get(mode)
@@ -457,6 +529,8 @@ def build_rules(
     policy: Policy | None = None,
     attention: Mapping[str, RuleRef] | None = None,
     orders: Mapping[str, Sequence[str]] | None = None,
+    memory: Iterable[MemoryRule] = (),
+    saved: SavedActivations | None = None,
 ) -> AxisRules:
     """Build the rules: layer tables into one effective table per mode and role.
 
@@ -472,6 +546,9 @@ def build_rules(
         other modes.
       orders: Axis of every candidate of a table in the order in which they are written, by name of
         the table. Defaults to the order of the table. Only `policy.order = "rules"` needs it.
+      memory: Where parameters and optimizer state live; the first rule that applies decides.
+      saved: What rematerialization saves, and where. Defaults to what each policy saves, on the
+        device.
     """
 
     def layer(*names: str) -> RuleTable:
@@ -499,6 +576,8 @@ def build_rules(
         policy=policy,
         order=_rank_orders(tables, orders or {}) if policy.order is Order.RULES else (),
         attention=_attention_by_mode(attention or {}),
+        memory=tuple(memory),
+        saved=saved or SavedActivations(),
     )
 
 

@@ -11,7 +11,10 @@ from shardwright.show.tables import table
 from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 from shardwright.vocabulary.units import bytes_text
 
-SUMS: Final = ("total", "per_device", "held", "replicated", "replicated_share")
+SUMS: Final = (
+    *("total", "per_device", "host_per_device"),
+    *("held", "replicated", "replicated_share"),
+)
 _HEAD: Final = ("path", "shape", "dtype", "spec", "bytes", "per device", "replicated", "over")
 
 
@@ -58,7 +61,9 @@ def _sums(tree: TreeBytes) -> str:
         f"{bytes_text(tree.replicated)} of {bytes_text(tree.held)} held on all devices "
         f"are copies ({tree.replicated_share:.1%})"
     )
-    return f"{arrays}, {bytes_text(tree.total)}; {bytes_text(tree.per_device)} per device; {held}"
+    host = f", {bytes_text(tree.host_per_device)} on the host" if tree.host_per_device else ""
+    per_device = f"{bytes_text(tree.per_device)} per device{host}"
+    return f"{arrays}, {bytes_text(tree.total)}; {per_device}; {held}"
 
 
 @data_of.register(TreeBytes)

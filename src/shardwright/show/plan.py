@@ -110,7 +110,8 @@ def state_row(state: StateBytes, category: Category) -> tuple[str, ...]:
     return (
         str(category),
         str(len(tree.leaves)),
-        bytes_text(tree.per_device),
+        bytes_text(tree.per_device)
+        + (f", {bytes_text(tree.host_per_device)} on host" if tree.host_per_device else ""),
         bytes_text(tree.held),
         f"{bytes_text(tree.replicated)} ({tree.replicated_share:.1%})",
     )

@@ -95,6 +95,8 @@ def reshard_text(plan: ReshardPlan) -> str:
         runs = "1 run" if row.count == 1 else f"{row.count} runs"
         lines.append(f"{row.kind}{over}: {runs}, {bytes_text(row.bytes)} sent")
     lines.append(sent_text(plan))
+    if plan.bytes_to_host:
+        lines.append(f"to host memory: {bytes_text(plan.bytes_to_host)}")
     lines.append(
         f"peak: on all devices at most {bytes_text(plan.peak_growth)} more than before; "
         f"one device holds at most {bytes_text(plan.peak_per_device)}"
@@ -156,7 +158,7 @@ def _how(route: Route) -> str:
 def reshard_data(plan: ReshardPlan) -> dict[str, Any]:
     """Return the plan of a move as plain data."""
     totals = (
-        *("bytes_sent", "least_bytes", "source_bytes", "target_bytes"),
+        *("bytes_sent", "least_bytes", "bytes_to_host", "source_bytes", "target_bytes"),
         *("peak_growth", "peak_per_device", "host_bytes"),
     )
     return {

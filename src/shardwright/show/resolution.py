@@ -52,10 +52,16 @@ def resolution_text(resolution: Resolution) -> str:
     spec = "failed" if resolution.spec is None else spec_text(resolution.spec)
     lines = [f"{_title(resolution, '  ')}  ->  {spec}"]
     lines += remarked_table([HEAD, *map(row, resolution.decisions)], indent="  ")
+    lines += [f"  {memory_text(resolution.memory)}"] if resolution.memory is not None else []
     lines += [f"  note: {note}" for note in resolution.notes]
     for problem in resolution.problems:
         lines += [f"  {line}" for line in str(problem).splitlines()]
     return "\n".join(lines)
+
+
+def memory_text(rule: RuleRef) -> str:
+    """Return where an array lives, and the line that says so."""
+    return f"lives on the {rule.text}: {rule}"
 
 
 @html_of.register(Resolution)
@@ -66,6 +72,8 @@ def resolution_html(resolution: Resolution) -> str:
     parts = [f"<div><b>{html_text(title)}</b> → <code>{html_text(spec)}</code></div>"]
     rows = map(row, resolution.decisions)
     parts += [_picture(resolution), html_table(HEAD, rows, inline=True)]
+    if resolution.memory is not None:
+        parts.append(f"<div>{html_text(memory_text(resolution.memory))}</div>")
     parts += [f"<div>note: {html_text(note)}</div>" for note in resolution.notes]
     # Not `html_text`, which would turn the line breaks of a problem into escapes.
     parts += [f"<pre>{html.escape(str(problem))}</pre>" for problem in resolution.problems]
@@ -111,6 +119,7 @@ def resolution_data(resolution: Resolution) -> dict[str, Any]:
         "dims": [decision_data(decision) for decision in resolution.decisions],
         "problems": [_problem_data(problem) for problem in resolution.problems],
         "notes": list(resolution.notes),
+        "memory": None if resolution.memory is None else rule_data(resolution.memory),
     }
 
 

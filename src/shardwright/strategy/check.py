@@ -19,7 +19,7 @@ from shardwright.resolution.patterns import compile_pattern
 from shardwright.resolution.rules import foreign_mesh_axes
 from shardwright.resolution.unknown_axes import axis_hint
 from shardwright.strategy.limits import LONGEST_PATTERN
-from shardwright.strategy.origin import KeySources, problem_at
+from shardwright.strategy.origin import KeyPath, KeySources, problem_at
 from shardwright.strategy.tables import ParsedTables, at_path, parse_rules, rule_tables
 from shardwright.vocabulary.axes import (
     KNOWN_AXES,
@@ -34,6 +34,10 @@ from shardwright.vocabulary.axes import (
 _AXIS_NAME: Final = re.compile(
     r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?|__[A-Z]([A-Z0-9_]*[A-Z0-9])?__"
 )
+
+
+# Keys of [modes.M] and [[tensors]] that are not axes, although axes are keys there.
+TABLE_KEYS: Final = ("params", "match", "memory")
 
 
 def data_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:
@@ -127,24 +131,36 @@ def _fix_for_unknown(name: str, known: Sequence[str]) -> str:
 
 
 def _pattern_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:
-    tensors = data.get("tensors")
-    for at, entry in enumerate(tensors if isinstance(tensors, list) else ()):
-        pattern = entry.get("match") if isinstance(entry, Mapping) else None
-        path = ("tensors", str(at), "match")
-        if not isinstance(pattern, str):
-            continue  # pydantic reports it
-        if len(pattern) > LONGEST_PATTERN:
-            what = f"the pattern has {len(pattern)} characters, at most {LONGEST_PATTERN} are read"
-            yield problem_at(path, origin, what, "split it into several [[tensors]] entries")
-            continue
-        try:
-            compile_pattern(pattern)
-        except StrategyError as error:
-            yield from (at_path(problem, path, origin) for problem in error.problems)
-        if len(entry) == 1:
-            yield problem_at(
-                path[:2], origin, "the entry has no rule", 'add one, such as embed = "-"'
-            )
+    memory = data.get("memory")
+    tables = {
+        ("tensors",): (data.get("tensors"), 'embed = "-"'),
+        ("memory", "tensors"): (
+            memory.get("tensors") if isinstance(memory, Mapping) else None,
+            'params = "host"',
+        ),
+    }
+    for table, (entries, example) in tables.items():
+        for at, entry in enumerate(entries if isinstance(entries, list) else ()):
+            # pydantic reports entries that are no tables, and patterns that are no text.
+            if isinstance(entry, Mapping) and isinstance(entry.get("match"), str):
+                yield from _entry_problems((*table, str(at)), entry, origin, example)
+
+
+def _entry_problems(
+    table: KeyPath, entry: Mapping[str, Any], origin: KeySources, example: str
+) -> Iterator[Problem]:
+    pattern, path = entry["match"], (*table, "match")
+    if len(pattern) > LONGEST_PATTERN:
+        what = f"the pattern has {len(pattern)} characters, at most {LONGEST_PATTERN} are read"
+        fix = f"split it into several [[{'.'.join(table[:-1])}]] entries"
+        yield problem_at(path, origin, what, fix)
+        return
+    try:
+        compile_pattern(pattern)
+    except StrategyError as error:
+        yield from (at_path(problem, path, origin) for problem in error.problems)
+    if len(entry) == 1:
+        yield problem_at(table, origin, "the entry has no rule", f"add one, such as {example}")
 
 
 def _user_axis_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:
@@ -154,8 +170,12 @@ def _user_axis_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator
         if isinstance(name, str) and canonical_axis(name) in KNOWN_AXES:
             what = f"{name!r} is already an axis of the vocabulary"
             yield problem_at(path, origin, what, "drop the line, or choose another name")
-        # `params` is a key of [modes.M] and `match` is one of [[tensors]], where axes are keys too.
-        elif not _AXIS_NAME.fullmatch(str(name)) or name in ("params", "match"):
+        elif file_name(canonical_axis(str(name))) in TABLE_KEYS:
+            what = (
+                f"{name!r} cannot be the name of an axis: it is a key of [modes.M] or [[tensors]]"
+            )
+            yield problem_at(path, origin, what, f"rename the axis, for instance {name}_dim")
+        elif not _AXIS_NAME.fullmatch(str(name)):
             what = f"{name!r} cannot be the name of an axis"
             yield problem_at(path, origin, what, "use letters, digits and _, such as rotary_dim")
 

@@ -13,19 +13,28 @@ from shardwright.resolution.rules import (
     AxisRules,
     Conflict,
     Indivisible,
+    MemoryRule,
     Missing,
     Order,
     Policy,
     Rank,
     Rule,
+    SavedActivations,
     TensorRules,
     build_rules,
 )
 from shardwright.strategy.check import name_problems
 from shardwright.strategy.limits import first_problems
-from shardwright.strategy.origin import KeySources, source_of
+from shardwright.strategy.origin import KeyPath, KeySources, source_of
 from shardwright.strategy.tables import ParsedTables, parse_rules
-from shardwright.vocabulary.axes import canonical_axis
+from shardwright.vocabulary.axes import Memory, Role, canonical_axis
+from shardwright.vocabulary.modes import (
+    MODE_DECODE,
+    MODE_INSERT,
+    MODE_PREFILL,
+    MODE_TRAIN,
+    MODES,
+)
 
 
 def compile_rules(data: Mapping[str, Any], origin: KeySources, policy: Any) -> AxisRules:
@@ -57,12 +66,68 @@ def compile_rules(data: Mapping[str, Any], origin: KeySources, policy: Any) -> A
         user_axes=user_axes,
         policy=compiled,
         orders={".".join(path): order for path, order in parsed.orders.items()},
+        memory=_memory_rules(data, origin),
+        saved=_saved_activations(data.get("memory", {}), origin),
         attention={
             key: RuleRef(
                 key=key, text=name, table="attention", source=source_of(("attention", key), origin)
             )
             for key, name in data.get("attention", {}).items()
         },
+    )
+
+
+def _memory_rules(data: Mapping[str, Any], origin: KeySources) -> list[MemoryRule]:
+    """Compile `[memory]` and `[modes.M.memory]` to rules in the order in which they are tried."""
+    memory = data.get("memory", {})
+    tables: list[tuple[KeyPath, Mapping[str, Any], tuple[str, ...]]] = [
+        (("memory", "tensors", str(at)), entry, MODES)
+        for at, entry in enumerate(memory.get("tensors", ()))
+    ]
+    # Insert has its own table first and then inherits from decode.
+    for mode, applies in (
+        ("train", (MODE_TRAIN,)),
+        ("prefill", (MODE_PREFILL,)),
+        ("insert", (MODE_INSERT,)),
+        ("decode", (MODE_DECODE, MODE_INSERT)),
+    ):
+        table = data.get("modes", {}).get(mode, {}).get("memory", {})
+        tables.append((("modes", mode, "memory"), table, applies))
+    tables.append((("memory",), memory, MODES))
+    return [
+        MemoryRule(
+            role=role,
+            memory=Memory(table[key]),
+            modes=modes,
+            match=table.get("match"),
+            ref=RuleRef(
+                key=key,
+                text=table[key],
+                table=".".join(path),
+                source=source_of((*path, key), origin),
+            ),
+        )
+        for path, table, modes in tables
+        for key, role in (("params", Role.PARAM), ("state", Role.STATE))
+        if table.get(key) is not None
+    ]
+
+
+def _saved_activations(memory: Mapping[str, Any], origin: KeySources) -> SavedActivations:
+    names = dict(memory.get("saved", {}))
+    lines: dict[KeyPath, str] = {
+        ("memory", "saved", name): text for name, text in sorted(names.items())
+    }
+    lines["memory", "activations"] = memory.get("activations", Memory.DEVICE)
+    refs = [
+        RuleRef(key=path[-1], text=text, table=".".join(path[:-1]), source=source_of(path, origin))
+        for path, text in lines.items()
+        if text == Memory.HOST
+    ]
+    return SavedActivations(
+        memory=Memory(memory.get("activations", Memory.DEVICE)),
+        names=tuple((name, Memory(text)) for name, text in sorted(names.items())),
+        ref=next(iter(refs), None),
     )
 
 

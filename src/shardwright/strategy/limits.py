@@ -24,7 +24,15 @@ LONGEST_PATTERN = 1000
 MOST_PROBLEMS = 100
 # The most entries of each table whose keys are names that the user chooses.
 MOST_ENTRIES = 1000
-_TABLES = ("mesh", "dcn", "axis_types", "axes", "tensors")
+_TABLES = (
+    ("mesh",),
+    ("dcn",),
+    ("axis_types",),
+    ("axes",),
+    ("tensors",),
+    ("memory", "tensors"),
+    ("memory", "saved"),
+)
 
 
 def check_limits(data: Mapping[str, Any], origin: KeySources) -> None:
@@ -52,18 +60,15 @@ def check_entries(data: Mapping[str, Any], origin: KeySources) -> None:
     Raises:
       StrategyError: Every table that has too many.
     """
-    raise_problems(
-        [
-            problem_at(
-                (name,),
-                origin,
-                f"there are {len(data[name])} entries, at most {MOST_ENTRIES} are read",
-                "keep those that the model needs",
-            )
-            for name in _TABLES
-            if isinstance(data.get(name), Mapping | list | tuple) and len(data[name]) > MOST_ENTRIES
-        ]
-    )
+    problems = []
+    for path in _TABLES:
+        table: Any = data
+        for key in path:
+            table = table.get(key) if isinstance(table, Mapping) else None
+        if isinstance(table, Mapping | list | tuple) and len(table) > MOST_ENTRIES:
+            what = f"there are {len(table)} entries, at most {MOST_ENTRIES} are read"
+            problems.append(problem_at(path, origin, what, "keep those that the model needs"))
+    raise_problems(problems)
 
 
 def _problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:

@@ -76,6 +76,14 @@ ChainedRules = Annotated[
 ]
 
 
+# Entries of an array of tables.
+Entries = Annotated[
+    list[_T],
+    AfterValidator(tuple),
+    WrapSerializer(lambda entries, dump: dump(list(entries))),
+]
+
+
 def _empty_table() -> Any:
     return MappingProxyType({})
 
@@ -88,13 +96,16 @@ def _lower_keys(table: Any) -> Any:
     for key, value in table.items():
         name = (
             file_name(canonical_axis(key))
-            if isinstance(key, str) and key not in ("params", "match")
+            if isinstance(key, str) and key not in check.TABLE_KEYS
             else key
         )
         if name in spelled:
             raise ValueError(f"{name!r} is written twice, in two spellings")
         spelled[name] = value
     return spelled
+
+
+MemoryName = Literal["device", "host"]
 
 
 class _TableModel(BaseModel):
@@ -108,12 +119,21 @@ class _TableModel(BaseModel):
         return dict(self.__pydantic_extra__ or {})
 
 
+class ModeMemoryTable(BaseModel):
+    """Where parameters live in one mode."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    # None inherits from [memory]; "device" does not.
+    params: MemoryName | None = Field(default=None, description="Where stored parameters live.")
+
+
 class ModeTable(_TableModel):
     """Rules of one mode: for activations and caches, and under `params` for parameters."""
 
     params: Rules = Field(
         default_factory=_empty_table, description="Rules of parameters in this mode."
     )
+    memory: ModeMemoryTable = Field(default_factory=ModeMemoryTable)
 
     _lower = field_validator("params", mode="before")(_lower_keys)
 
@@ -126,6 +146,37 @@ class TensorTable(_TableModel):
 
     match: str = Field(
         description="Regular expression of Python's `re`, searched in the '/'-joined path."
+    )
+
+
+class MemoryTensorTable(BaseModel):
+    """Where the parameters whose path matches a pattern live, and their optimizer state."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    match: str = Field(
+        description="Regular expression of Python's `re`, searched in the path of the parameter."
+    )
+    params: MemoryName | None = Field(default=None, description="Where the parameters live.")
+    state: MemoryName | None = Field(default=None, description="Where their state lives.")
+
+
+class MemoryTable(BaseModel):
+    """Which arrays live in the memory of the host. Scalars always live on the device."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    params: MemoryName = Field(default="device", description="Where stored parameters live.")
+    state: MemoryName = Field(default="device", description="Where optimizer state lives.")
+    activations: MemoryName = Field(
+        default="device",
+        description="Where the values live that rematerialization saves for the backward pass.",
+    )
+    saved: Table[MemoryName] = Field(
+        default_factory=_empty_table,
+        description="Where the values of a name of `checkpoint_name` are saved.",
+    )
+    tensors: Entries[MemoryTensorTable] = Field(
+        default_factory=tuple,  # type: ignore[arg-type]  # as `AfterValidator` makes of the list
+        description="Exceptions by the path of the parameter; the first match applies.",
     )
 
 
@@ -248,11 +299,8 @@ class Strategy(BaseModel):
     )
     policy: PolicyTable = Field(default_factory=PolicyTable)
     attention: AttentionTable = Field(default_factory=AttentionTable)
-    tensors: Annotated[
-        list[TensorTable],
-        AfterValidator(tuple),
-        WrapSerializer(lambda entries, dump: dump(list(entries))),
-    ] = Field(
+    memory: MemoryTable = Field(default_factory=MemoryTable)
+    tensors: Entries[TensorTable] = Field(
         default_factory=tuple,  # type: ignore[arg-type]  # as `AfterValidator` makes of the list
         description="Exceptions by path, for stored and used weights.",
     )

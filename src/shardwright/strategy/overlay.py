@@ -68,8 +68,9 @@ def merge(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 def merge_origin(base: KeySources, other: KeySources, data: Mapping[str, Any]) -> KeySources:
     """Overlay origins as `merge` overlays data.
 
-    The `[[tensors]]` of `base` move behind those of `other`. A key that `other` sets without an
-    origin gets an empty origin, because the line in `base` has a value that no longer applies.
+    The `[[tensors]]` and `[[memory.tensors]]` of `base` move behind those of `other`. A key that
+    `other` sets without an origin gets an empty origin, because the line in `base` has a value that
+    no longer applies.
 
     Args:
       base: Origin of the strategy below.
@@ -77,13 +78,16 @@ def merge_origin(base: KeySources, other: KeySources, data: Mapping[str, Any]) -
       data: Plain data of the strategy above.
     """
     # Entries are counted in key paths, `("tensors", "0")`, so the lower ones get larger numbers.
-    shift = len(data.get("tensors", ()))
-    moved = {
-        (path[0], str(int(path[1]) + shift), *path[2:])
-        if path[:1] == ("tensors",) and len(path) > 1
-        else path: source
-        for path, source in base.items()
-    }
+    memory = data.get("memory", {})
+    moved = base
+    for table, entries in ((("tensors",), data), (("memory", "tensors"), memory)):
+        at, shift = len(table), len(entries.get("tensors", ()))
+        moved = {
+            (*table, str(int(path[at]) + shift), *path[at + 1 :])
+            if path[:at] == table and len(path) > at
+            else path: source
+            for path, source in moved.items()
+        }
     return {**moved, **dict.fromkeys(_key_paths(data, ()), ""), **other}
 
 

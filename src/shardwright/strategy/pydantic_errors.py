@@ -96,7 +96,7 @@ def _explain_choice(entry: Any, path: KeyPath) -> tuple[str, str]:
         )
     known = re.findall(r"'([^']*)'", entry["ctx"]["expected"])
     hint = did_you_mean(str(value), known)
-    what = f"unknown mode {value!r}" if path[0] == "modes" else f"unknown value {value!r}"
+    what = f"unknown {'mode' if path[-1] == '[key]' else 'value'} {value!r}"
     registered = ""
     if path[0] == "attention":
         registered = f", or {OWN_ATTENTION}NAME for one that you register"

@@ -50,7 +50,7 @@ def rule_tables(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Mapping[str,
         if isinstance(table, Mapping):
             yield (
                 ("modes", mode),
-                {key: rule for key, rule in table.items() if key != "params"},
+                {key: rule for key, rule in table.items() if key not in ("params", "memory")},
                 Role.ACTIVATION,
             )
             if isinstance(table.get("params"), Mapping):

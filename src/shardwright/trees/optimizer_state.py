@@ -187,7 +187,7 @@ class Follower:
     def annotation(self, *, by_path: bool) -> Any:
         """Return the annotation of the array.
 
-        With `by_path` it has the path of the parameter, for `[[tensors]]` entries.
+        With `by_path` it has the path of the parameter, for `[[tensors]]` and `[[memory.tensors]]`.
         """
         if self.param is None:
             return self.override

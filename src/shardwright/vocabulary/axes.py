@@ -116,6 +116,13 @@ class Role(enum.StrEnum):
     __hash__ = str.__hash__
 
 
+class Memory(enum.StrEnum):
+    """Where an array lives."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
 @final
 class EMPTY_VAL:  # noqa: N801  the name is a contract
     """Class of the sentinel `NOT_GIVEN`, which means inherit. (None means replicated.)"""

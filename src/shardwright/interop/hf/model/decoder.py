@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from shardwright.caches.base import KVCache
 from shardwright.errors import StrategyError, did_you_mean
@@ -23,7 +24,7 @@ from shardwright.interop.hf.model.sizes import Sizes, Stack
 from shardwright.layers import attention_block, embedding, loss, mlp_block, moe, moe_block, norm
 from shardwright.layers.moe_block import MoEBlockConfig
 from shardwright.layers.placement import RESIDUAL, place, use
-from shardwright.layers.transformer_block import REMAT
+from shardwright.layers.transformer_block import REMAT, remat_policy
 from shardwright.manager.einsum import einsum
 from shardwright.plan.planner import Program
 from shardwright.trees.initialize import stack_specs
@@ -167,15 +168,15 @@ class Decoder:
         """Return the residual after the first layers of a pattern, each under the remat policy."""
         for number, w in enumerate(trees):
             run: Any = functools.partial(self.uncached, stack, number)
-            if self.remat != "none":
+            if (policy := remat_policy(self.remat)) is not None:
                 # A scan is a barrier that keeps XLA from merging both computations of a layer.
-                run = jax.checkpoint(run, policy=REMAT[self.remat], prevent_cse=not is_scan)
+                run = jax.checkpoint(run, policy=policy, prevent_cse=not is_scan)
             x = run(w, x)
         return x, None
 
     def uncached(self, stack: Stack, number: int, w: Any, x: Any) -> Any:
         """Return the residual after one layer."""
-        return self.layer(stack, number, w, x)[0]
+        return self.layer(stack, number, w, checkpoint_name(x, "residual"))[0]
 
     def start(self, params: Any, tokens: Any) -> Any:
         """Return the residual of tokens."""

@@ -1,0 +1,111 @@
+"""Memory kinds of a backend, and moves between the memories of host and device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from shardwright.errors import StrategyError
+from shardwright.resolution.decisions import RuleRef
+from shardwright.resolution.rules import AxisRules
+from shardwright.vocabulary.axes import Memory, Role
+
+DEVICE: Final = "device"
+_PINNED: Final = "pinned_host"
+
+
+def host_kind(mesh: Mesh | AbstractMesh, rule: RuleRef | None, path: str = "") -> str:
+    """Return the memory kind of the host: `pinned_host`, or the only one of the backend's hosts.
+
+    Args:
+      mesh: The mesh. An abstract one stands for any backend, and has `pinned_host`.
+      rule: The line that puts an array on the host, for the error.
+      path: Path of the array, for the error.
+
+    Raises:
+      StrategyError: The backend has no memory on the host.
+    """
+    # A device of another process lists no memories, and every backend has one kind of device.
+    own = [] if isinstance(mesh, AbstractMesh) else mesh.local_devices
+    if not own:
+        return _PINNED
+    kinds = [memory.kind for memory in own[0].addressable_memories()]
+    hosts = [kind for kind in kinds if is_host(kind)]
+    if _PINNED in hosts or len(hosts) == 1:
+        return _PINNED if _PINNED in hosts else hosts[0]
+    raise StrategyError(
+        f"the rule is for host memory, and the backend {own[0].platform} has "
+        f"{'several kinds of it' if hosts else 'none'}: its memory kinds are {', '.join(kinds)}",
+        path=path,
+        rule=str(rule or ""),
+        fix='write "device" there, or pass memory_kind=',
+    )
+
+
+def is_host(kind: str | None) -> bool:
+    """Tell whether a memory kind is on the host."""
+    return kind is not None and kind.endswith("host")
+
+
+def holds_params(rules: AxisRules, mode: str) -> bool:
+    """Tell whether rules put parameters into host memory in a mode."""
+    return any(
+        rule.role is Role.PARAM and rule.memory is Memory.HOST and mode in rule.modes
+        for rule in rules.memory
+    )
+
+
+def in_host_memory(x: Any) -> bool:
+    """Tell whether JAX types a value as one in host memory."""
+    space: bool = jax.typeof(x).memory_space == jax.memory.Space.Host
+    return space
+
+
+def to_device(x: Any, sharding: NamedSharding) -> Any:
+    """Move a value from host memory to the device, inside or outside of a trace.
+
+    In reverse mode its cotangent moves from the device to the host.
+    """
+    # Outside of a trace of its own, an abstract mesh names no devices. The space alone keeps the
+    # sharding that the value has.
+    if isinstance(sharding.mesh, AbstractMesh):
+        return jax.device_put(x, jax.memory.Space.Device)
+    # With the sharding: the compiler would otherwise choose one for the copy on the device.
+    return jax.device_put(x, sharding.with_memory_kind(DEVICE))
+
+
+def to_host(x: Any, sharding: NamedSharding) -> Any:
+    """Move a value of a trace from the device to host memory."""
+    if isinstance(sharding.mesh, AbstractMesh):
+        return jax.device_put(x, jax.memory.Space.Host)
+    # JAX types values in this memory kind alone as being on the host.
+    return jax.device_put(x, sharding.with_memory_kind(_PINNED))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class OffloadedState:
+    """The state of an optimizer that brings it to the device itself; see `offloaded`.
+
+    Attributes:
+      inner: The state of the optimizer that `offloaded` was given.
+    """
+
+    inner: Any
+
+
+def fetch(tree: Any, shardings: Any) -> Any:
+    """Move the values of a tree that are in host memory to the device.
+
+    The state of an `offloaded` optimizer stays where it is.
+    """
+
+    def move(x: Any, sharding: Any) -> Any:
+        if isinstance(x, OffloadedState) or not is_host(sharding.memory_kind):
+            return x
+        return to_device(x, sharding)
+
+    return jax.tree.map(move, tree, shardings, is_leaf=lambda x: isinstance(x, OffloadedState))
