@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.docs.snippets import PAGES, ROOT
+from tools import plans
 
 DOCS = ROOT / "docs"
 # The guides; then what releases, the action, the page on many hosts, accumulation, the page on the
@@ -116,6 +117,13 @@ def test_api_pages_show_each_name_once() -> None:
             if not last[0].isupper()
             else hasattr(importlib.import_module(home), last)
         ), name
+
+
+def test_plans_of_models_are_written() -> None:
+    """`make docs` writes each page of plans that the page on exploring plans links to."""
+    page = (DOCS / "open.md").read_text(encoding="utf-8")
+    assert re.findall(r'href="plans/(.+?)\.html"', page) == list(plans.MODELS)
+    assert [name for name in plans.MODELS if not (plans.CONFIGS / f"{name}.json").is_file()] == []
 
 
 def words(pages: Iterable[Path]) -> int:

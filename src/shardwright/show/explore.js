@@ -487,7 +487,10 @@ function start() {
   } }, modes.map((name) => el("option", {}, name)));
   const compare = el("input", { type: "checkbox", id: "compare", onchange: () => {
     const [first] = state.shown;
-    state.shown = compare.checked ? [first, first === 0 && listed().length > 1 ? 1 : 0] : [first];
+    // Two presets often have equal plans on one mesh, so the second candidate has another mesh.
+    const mesh = meshText(listed()[first]);
+    const other = Math.max(0, listed().findIndex((each) => meshText(each) !== mesh));
+    state.shown = compare.checked ? [first, other] : [first];
     draw();
   } });
   const chip = data.usable ? `On ${data.topology}, with ${bytesText(data.usable)} usable on each device. ` : "";
