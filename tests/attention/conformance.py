@@ -7,17 +7,19 @@ refuses: refusing more fails, and refusing less is compared with the oracle.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from shardwright.attention.call import AttentionCall
 from shardwright.testing import attention_conformance
-from shardwright.testing.attention_cases import CASES, COMBINATIONS, MESHES
+from shardwright.testing.attention_cases import AXIS_TYPES, CASES, DTYPES, MESHES
 from shardwright.testing.attention_cases import STRATEGY as STRATEGY
 from shardwright.testing.attention_cases import Case as Case
 from shardwright.testing.attention_conformance import QUICK as QUICK
 from shardwright.testing.attention_conformance import Cell, Tolerances
 
 USUAL = Tolerances()
+COMBINATIONS = tuple(itertools.product(DTYPES, AXIS_TYPES))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

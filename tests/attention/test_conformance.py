@@ -6,10 +6,11 @@ import dataclasses
 import re
 from typing import Any
 
+import jax
 import pytest
 
 from shardwright.attention import implementation
-from shardwright.testing.attention_conformance import product
+from shardwright.testing.attention_conformance import AttentionConformance, product
 from tests.attention.conformance import (
     CASES,
     GROUPS,
@@ -48,6 +49,20 @@ def test_every_dtype_axis_type_and_mode(group: str, mesh: str) -> None:
         for cell in product(case, mesh, tuple(ROWS))
     )
     assert not (wrong := failures(every)), "\n".join(wrong)
+
+
+def test_one_device_has_one_mesh_and_float16() -> None:
+    class OneDevice(AttentionConformance):
+        implementation = "blockwise"
+        devices = jax.devices()[:1]
+        dtypes = ("bfloat16", "float16")
+
+    cells = OneDevice.cells()
+    assert {cell.mesh for cell in cells} == {"one"}
+    assert {cell.dtype for cell in cells} == {"bfloat16", "float16"}
+    assert len({str(cell) for cell in cells}) == len(cells) == 2 * len(CASES)
+    half = next(cell for cell in cells if cell.dtype == "float16")
+    check(half)
 
 
 def test_every_implementation_has_a_row() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +34,6 @@ MESHES = {
 }
 DTYPES = ("float32", "bfloat16")
 AXIS_TYPES = ("auto", "explicit")
-COMBINATIONS: Final = tuple((dtype, axis_types) for dtype in DTYPES for axis_types in AXIS_TYPES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

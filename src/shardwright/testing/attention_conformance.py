@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
+import math
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 import jax
@@ -21,9 +23,10 @@ from shardwright.attention.api import dot_product_attention, explain
 from shardwright.attention.call import AttentionCall
 from shardwright.attention.inputs import read, read_options
 from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.build import create_mesh, parse_mesh
 from shardwright.strategy.model import Strategy
 from shardwright.testing import attention_oracle as oracle
-from shardwright.testing.attention_cases import CASES, COMBINATIONS, MESHES, STRATEGY, Case
+from shardwright.testing.attention_cases import AXIS_TYPES, CASES, DTYPES, MESHES, STRATEGY, Case
 from shardwright.testing.meshes import cpu_mesh
 
 # On a CPU, optimizing a program takes five times as long as everything else, and each program runs
@@ -77,7 +80,10 @@ class Tolerances:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cell:
-    """One comparison: a case in a dtype, by an implementation, on a mesh, in a mode."""
+    """One comparison: a case in a dtype, by an implementation, on a mesh, in a mode.
+
+    The mesh has virtual CPU devices, or the first of `devices` if there are any.
+    """
 
     implementation: str
     case: Case
@@ -85,6 +91,7 @@ class Cell:
     mesh: str
     axis_types: str
     mode: str
+    devices: tuple[jax.Device, ...] = ()
 
     def __str__(self) -> str:
         mode = f"-{self.mode}" if self.mode != self.case.mode else ""
@@ -92,9 +99,11 @@ class Cell:
         return f"{self.implementation}-{self.case.name}-{where}{mode}"
 
 
-def product(case: Case, mesh: str, implementations: tuple[str, ...]) -> Iterator[Cell]:
+def product(
+    case: Case, mesh: str, implementations: tuple[str, ...], dtypes: Sequence[str] = DTYPES
+) -> Iterator[Cell]:
     """Yield every cell of a case on a mesh: all dtypes, axis types, implementations and modes."""
-    for dtype, axis_types in COMBINATIONS:
+    for dtype, axis_types in itertools.product(dtypes, AXIS_TYPES):
         for mode in ("train", "prefill") if case.mode == "train" else (case.mode,):
             for name in implementations:
                 yield Cell(
@@ -123,31 +132,38 @@ class AttentionConformance:
       tolerances: The largest errors.
       every: Whether to test all cells of the table, more than 2,000, instead of each case on two
         meshes.
+      devices: Devices of the meshes, such as `jax.devices("gpu")`. Meshes with more devices are
+        left out. Defaults to virtual CPU devices.
+      dtypes: Dtypes of queries, keys and values, which may include float16. With float32, the
+        default matmuls of GPUs and TPUs are too coarse: set `jax_default_matmul_precision`.
     """
 
     implementation: ClassVar[str] = ""
     refuses: ClassVar[Callable[[AttentionCall], bool] | None] = None
     tolerances: ClassVar[Tolerances] = Tolerances()
     every: ClassVar[bool] = False
+    devices: ClassVar[Sequence[jax.Device]] = ()
+    dtypes: ClassVar[Sequence[str]] = DTYPES
 
     @classmethod
     def cells(cls) -> list[Cell]:
         """Return the cells to test; by default meshes, dtypes and axis types take turns."""
         if cls.every:
             return [
-                cell
+                dataclasses.replace(cell, devices=tuple(cls.devices))
                 for case in CASES
-                for mesh in MESHES
-                for cell in product(case, mesh, (cls.implementation,))
+                for mesh in cls._meshes()
+                for cell in product(case, mesh, (cls.implementation,), cls.dtypes)
             ]
-        names = list(MESHES)
+        names = cls._meshes()
+        combinations = tuple(itertools.product(cls.dtypes, AXIS_TYPES))
         cells = []
         for number, case in enumerate(CASES):
             for which in range(2):
                 # 7 meshes and 4 combinations have no common factor, so every pair of them occurs in
                 # the first 28 cases.
                 at = (2 * number + which + 1) % len(names)
-                dtype, axis_types = COMBINATIONS[(number + 3 * which) % len(COMBINATIONS)]
+                dtype, axis_types = combinations[(number + 3 * which) % len(combinations)]
                 cells.append(
                     Cell(
                         implementation=cls.implementation,
@@ -156,9 +172,17 @@ class AttentionConformance:
                         mesh=names[at],
                         axis_types=axis_types,
                         mode=case.mode,
+                        devices=tuple(cls.devices),
                     )
                 )
         return cells
+
+    @classmethod
+    def _meshes(cls) -> list[str]:
+        """Return the names of the meshes that the devices can form."""
+        most = len(cls.devices)
+        sizes = {name: math.prod(parse_mesh(text).sizes) for name, text in MESHES.items()}
+        return [name for name, size in sizes.items() if not most or size <= most]
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Make a test of each cell; pytest calls this hook."""
@@ -210,7 +234,8 @@ def check(
         results = _results(
             _program(
                 attend, case, cell.dtype, values, mesh=cell.mesh, gradients=cell.mode == "train"
-            )
+            ),
+            cell.devices[0].platform if cell.devices else "cpu",
         )
     expected = _expected(case, cell.dtype)
     names = {name for name in expected if cell.mode == "train" or name in OUTPUTS}
@@ -246,7 +271,12 @@ def _keywords(cell: Cell) -> dict[str, Any]:
 
 
 def _manager(cell: Cell) -> PartitionManager:
-    mesh = cpu_mesh(MESHES[cell.mesh], axis_types=cell.axis_types)  # type: ignore[arg-type]
+    options: Any = {"axis_types": cell.axis_types}
+    text = MESHES[cell.mesh]
+    if cell.devices:
+        mesh = create_mesh(text, devices=cell.devices, **options)
+    else:
+        mesh = cpu_mesh(text, **options)
     return PartitionManager(Strategy.loads(STRATEGY), mesh=mesh)
 
 
@@ -316,8 +346,9 @@ def _program(
 
 
 @functools.lru_cache(maxsize=32)
-def _results(program: _LoweredCase) -> dict[str, Any]:
-    results = program.lowered.compile(compiler_options=QUICK)(*program.args)
+def _results(program: _LoweredCase, platform: str) -> dict[str, Any]:
+    options = QUICK if platform == "cpu" else None
+    results = program.lowered.compile(compiler_options=options)(*program.args)
     return {name: np.asarray(x, np.float32) for name, x in results.items()}
 
 
