@@ -75,6 +75,10 @@ def test_replicated_and_large_meshes_are_short() -> None:
     assert max(map(len, lines)) <= 90
     assert "..." in lines[2]
     assert len(drawn._repr_html_()) < 120_000
+    assert ">252 to 255<" in drawn._repr_html_()
+    # Texts of wide cells are squeezed, so that none runs into the next one.
+    wide = sw.visualize(P("x"), mesh="x:4,y:16384")._repr_html_()
+    assert 'lengthAdjust="spacingAndGlyphs">16384 to 32767<' in wide
     panels = str(sw.visualize(P("a", "b", "c", "d"), mesh="a:8,b:8,c:2,d:2"))
     assert panels.count("dim 2 / dim 3") == 16
     assert "\n...\n" in panels

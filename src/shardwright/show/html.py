@@ -17,6 +17,7 @@ from shardwright.errors import visible
 MOST_CELLS: Final = 16
 MOST_DEVICES: Final = 64
 _WIDTH, _HEIGHT = 76, 30
+LONGEST_CELL: Final = 12  # characters that fit into a cell
 
 _TABLE: Final = 'style="border-collapse: collapse; color: inherit; font-size: 0.9em"'
 _CELL: Final = 'style="padding: 2px 10px; text-align: left; border-bottom: 1px solid #8884"'
@@ -103,15 +104,17 @@ def grid(
     return (
         f'<figure style="margin: 6px 0"><svg role="img" aria-label="{html_text(caption)}" '
         f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'style="max-width: 100%" font-family="sans-serif">{"".join(shapes)}</svg>'
+        f'style="max-width: 100%; height: auto" font-family="sans-serif">{"".join(shapes)}</svg>'
         f'<figcaption style="font-size: 0.9em">{html_text(caption)}</figcaption></figure>'
     )
 
 
 def _text(x: int, y: int, text: str, anchor: str = "middle") -> str:
+    # Longer texts, such as large numbers of devices, would run into the next cell.
+    squeezed = f' textLength="{_WIDTH - 8}" lengthAdjust="spacingAndGlyphs"'
     return (
-        f'<text x="{x}" y="{y}" text-anchor="{anchor}" '
-        f'font-size="11" fill="currentColor">{html_text(text)}</text>'
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="11" fill="currentColor"'
+        f"{squeezed if len(text) > LONGEST_CELL else ''}>{html_text(text)}</text>"
     )
 
 

@@ -15,10 +15,9 @@ from shardwright.errors import StrategyError
 from shardwright.mesh.build import abstract_mesh, mesh_sizes
 from shardwright.resolution.decisions import Resolution
 from shardwright.resolution.partition_specs import UNCONSTRAINED, entry_names, spec_text
-from shardwright.show.html import grid, html_text
+from shardwright.show.html import LONGEST_CELL, grid, html_text
 from shardwright.show.tables import table
 
-_MOST_NUMBERS: Final = 4  # devices that one block lists
 # Panels, rows and columns that are drawn. Of more, the middle ones are left out.
 _MOST_PANELS: Final = 16
 _MOST_ROWS: Final = 16
@@ -150,8 +149,9 @@ class ShardPicture:
         if None in place:
             return "..."
         devices = self.holders[tuple(at for at in place if at is not None)]
-        if len(devices) <= _MOST_NUMBERS:
-            return ", ".join(map(str, devices))
+        text = ", ".join(map(str, devices))
+        if len(devices) <= 2 or len(text) <= LONGEST_CELL:
+            return text
         first, last = devices[0], devices[-1]
         if devices == tuple(range(first, last + 1)):
             return f"{first} to {last}"
