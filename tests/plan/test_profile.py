@@ -374,8 +374,22 @@ def test_gpu_kernels_have_their_own_streams(tmp_path: Path, report: PlanReport) 
     named = {each.op: each for each in found.collectives}
     gather = named["all-gather-start.1"]
     assert [us(t) for t in (gather.seconds, gather.exposed)] == pytest.approx([100, 50])
+    # Each kernel once, although another line repeats it.
+    assert us(found.matmuls) == pytest.approx(100)
     assert us(found.compute) == pytest.approx(150)
     assert us(found.exposed) == pytest.approx(150)
+
+
+def test_end_of_an_operation_is_no_operation(tmp_path: Path, report: PlanReport) -> None:
+    stats = names("stat_metadata", {2: "hlo_op", 3: "hlo_module", 33: "jit_step", 21: "dot.1"})
+    lines = " ".join([event(1, 0, 100, 1, 3), event(2, 100, 7, 1, 3)])
+    plane = (
+        f'planes {{ id: 1 name: "/host:CPU" lines {{ id: 1 name: "thread" {lines} }} '
+        f"{names('event_metadata', {1: 'dot.1', 2: 'end: dot.1'})} {stats} }}"
+    )
+    found = measured(tmp_path, report, [plane])
+    assert (found.platform, found.runs) == ("cpu", 1)
+    assert us(found.compute) == us(found.matmuls) == pytest.approx(100)
 
 
 def test_measured_rates_replace_those_of_the_chip(tmp_path: Path, report: PlanReport) -> None:
