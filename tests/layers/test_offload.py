@@ -12,7 +12,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import shardwright as sw
-from shardwright.layers import attention_block, mlp_block, transformer_block
+from shardwright.layers import accumulate, attention_block, mlp_block, transformer_block
 from shardwright.testing import cpu_mesh
 from tests.layers import blocks
 from tests.manager.test_memory import host_operands
@@ -89,6 +89,17 @@ def test_without_remat_nothing_can_move() -> None:
     config = dataclasses.replace(CONFIG, remat="none")
     with raises(sw.LayerError, "none", rule='activations = "host"', fix=("full", "dots", "blocks")):
         gradients(config, make_manager(activations="host"))
+
+
+def test_accumulation_refuses_parameters_on_the_host() -> None:
+    pm = make_manager(params="host")
+    specs = {
+        "w": sw.ArraySpec((16, 16), jnp.float32, (sw.EMBED, sw.EMPTY), jax.nn.initializers.ones)
+    }
+    params = pm.init(specs, jax.random.key(0))
+    step = accumulate(lambda p, x, _: (jnp.mean(x), None), 2, specs=specs, mean_over="examples")
+    with raises(sw.LayerError, "host", path="w", fix="memory"), pm:
+        jax.jit(step)(params, pm.shard(X, sw.BATCH, sw.EMPTY, sw.EMPTY))
 
 
 def test_policy_for_a_model_of_ones_own() -> None:

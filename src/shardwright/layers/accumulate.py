@@ -21,6 +21,7 @@ from shardwright.layers.inputs import read_key
 from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
+from shardwright.manager.memory import in_host_memory
 from shardwright.manager.shards import place_for_shard_map
 from shardwright.resolution.partition_specs import canonical_spec, entry_names, entry_of, spec_of
 from shardwright.resolution.rules import AxisRules
@@ -116,9 +117,9 @@ def accumulate(
 
     Raises:
       IndivisibleError: n does not divide the examples of a device.
-      LayerError: n is not a positive integer, or a `shard_map` surrounds the call. Or the arrays of
-        `batch` differ in dim 0, `channel` has other uses than n, the loss closes over a key, or the
-        loss does not return what `mean_over` says.
+      LayerError: n is not a positive integer, a `shard_map` surrounds the call, or parameters are
+        in host memory. Or the arrays of `batch` differ in dim 0, `channel` has other uses than n,
+        the loss closes over a key, or the loss does not return what `mean_over` says.
     """
     read_integer("n", n, error=LayerError, fix="pass the number of microbatches, such as n=4")
     words: list[Any] = [("gather", gather, one_of(("each", "once")))]
@@ -149,7 +150,16 @@ def accumulate(
                 path="n",
                 fix="choose a divisor",
             )
-        paths = [path_text(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        pairs, _ = jax.tree_util.tree_flatten_with_path(params)
+        paths = [path_text(path) for path, _ in pairs]
+        for path, (_, leaf) in zip(paths, pairs, strict=True):
+            # Its gradients arrive on the host, where nothing can be added.
+            if in_host_memory(leaf):
+                raise LayerError(
+                    "the parameter is in host memory, and gradients are accumulated on the device",
+                    path=path,
+                    fix='write params = "device" in [memory]; optimizer state may be on the host',
+                )
         step = _AccumulationStep(
             loss=loss,
             n=n,
