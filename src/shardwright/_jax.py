@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 T = TypeVar("T")
 
@@ -207,9 +207,12 @@ def call_shard_map(
     check_vma: bool = True,
 ) -> Callable[..., Any]:
     """Return `jax.shard_map` of a function. If `mesh` is None, use the ambient mesh, which a nested
-    `shard_map` requires.
+    `shard_map` requires. Return the function itself if that mesh has no axis left.
     """
     if mesh is None:
+        ambient = ambient_mesh()
+        if ambient is not None and set(ambient.axis_types) == {AxisType.Manual}:
+            return f  # JAX 0.12 refuses a `shard_map` over no mesh axis
         return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardwright import _jax
-from shardwright.attention.call import Arithmetic, DimOrder, Options
+from shardwright.attention.call import DimOrder, Options
 from shardwright.attention.masks import Mask
 from shardwright.errors import AttentionError
 from shardwright.vocabulary.read import array, read_value
@@ -224,16 +224,21 @@ def check_range(name: str, given: Any, low: int, high: int, fix: str) -> None:
         raise AttentionError(f"{name} has {worst}, outside {low} to {high}", path=name, fix=fix)
 
 
-def check_dropout(recipe: Arithmetic, q: Any, key: Any) -> None:
-    """Refuse dropout inside a `shard_map` of the caller, unless each shard has its own key.
+def check_dropout(q: Any, key: Any, split: frozenset[str]) -> None:
+    """Refuse dropout inside a `shard_map` that splits q, unless each shard has its own key.
 
     Rows and heads have local numbers there, so with one key every shard would drop the same
     weights.
+
+    Args:
+      q: The queries.
+      key: The key.
+      split: Mesh axes over which `shard_map` may have split q.
     """
-    if not recipe.dropout or not _jax.is_array(q):
+    if not _jax.is_array(q):
         return
     own = _jax.varying_axes(key) if _jax.is_array(key) and _jax.tracks_varying() else frozenset()
-    manual = sorted(_jax.varying_axes(q) - own)
+    manual = sorted((_jax.varying_axes(q) & split) - own)
     if manual:
         raise AttentionError(
             f"dropout inside a shard_map over {'+'.join(manual)}: "

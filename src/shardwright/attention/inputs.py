@@ -26,7 +26,7 @@ from shardwright.attention.call import (
 )
 from shardwright.attention.checks import CallSizes
 from shardwright.attention.masks import Mask, MaskRules
-from shardwright.attention.sharding import resolve_joint
+from shardwright.attention.sharding import resolve_joint, split_axes
 from shardwright.errors import AttentionError, NoManagerError, did_you_mean
 from shardwright.manager import context
 from shardwright.manager.context import platform_of
@@ -133,7 +133,9 @@ def _read_call(
     platform = options.platform or platform_of(None if manager is None else manager.mesh)
     cached = platform == "tpu" and (mode == MODE_DECODE or quantized)
     recipe = _read_recipe(options, mask, sizes, platform, cached)
-    checks.check_dropout(recipe, q, options.dropout_key)
+    if recipe.dropout:
+        split = split_axes(manager, sizes.q, mode)
+        checks.check_dropout(q, options.dropout_key, split)
     if specs is None and manager is not None:
         specs = resolve_joint(manager, q=sizes.q, k=sizes.k, v=sizes.v, mode=mode)
     specs = specs or JointSpecs()

@@ -95,6 +95,21 @@ def resolve_pages(
     return _joint(manager, shapes, mode, PAGE_AXES, _jax.ambient_mesh())
 
 
+def split_axes(manager: PartitionManager | None, q: ArrayShape, mode: str) -> frozenset[str]:
+    """Return the mesh axes over which a surrounding `shard_map` may have split the queries.
+
+    JAX tracks them. If it does not, the rules of the manager tell them: in a pipeline, whose
+    stages have other rows, pp splits no array.
+    """
+    ambient = _jax.ambient_mesh()
+    manual = frozenset() if ambient is None else frozenset(ambient.manual_axes)
+    if manager is None or _jax.tracks_varying():
+        return manual
+    request = ShardingRequest(QUERY_AXES, q, mode, None, "q", manual)
+    decisions = manager.answer(request).decisions
+    return frozenset(axis for decision in decisions for axis in decision.manual)
+
+
 def _joint(
     manager: PartitionManager,
     shapes: dict[str, ArrayShape],

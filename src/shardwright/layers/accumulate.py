@@ -18,7 +18,7 @@ from shardwright import _jax
 from shardwright.errors import IndivisibleError, LayerError
 from shardwright.layers.closures import closed_over_keys
 from shardwright.layers.inputs import read_key
-from shardwright.layers.placement import is_inside_shard_map
+from shardwright.layers.placement import is_shard
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.manager.memory import in_host_memory
@@ -117,9 +117,9 @@ def accumulate(
 
     Raises:
       IndivisibleError: n does not divide the examples of a device.
-      LayerError: n is not a positive integer, a `shard_map` surrounds the call, or parameters are
-        in host memory. Or the arrays of `batch` differ in dim 0, `channel` has other uses than n,
-        the loss closes over a key, or the loss does not return what `mean_over` says.
+      LayerError: n is not a positive integer, a surrounding `shard_map` has split the batch, or
+        parameters are in host memory. Or the arrays of `batch` differ in dim 0, `channel` has other
+        uses than n, the loss closes over a key, or the loss does not return what `mean_over` says.
     """
     read_integer("n", n, error=LayerError, fix="pass the number of microbatches, such as n=4")
     words: list[Any] = [("gather", gather, one_of(("each", "once")))]
@@ -128,12 +128,12 @@ def accumulate(
     read_all(words, error=LayerError)
 
     def run(params: Any, batch: Any, channel: Any = None, *, key: Any = None) -> Accumulated:
-        if is_inside_shard_map():
-            raise LayerError(
-                "accumulate is called inside a shard_map",
-                fix="call it outside: it runs a shard_map of its own",
-            )
         size = _batch_size(batch)
+        if is_shard((size,), (BATCH,)):
+            raise LayerError(
+                "accumulate is called inside a shard_map that splits the batch",
+                fix="call it outside: it runs a shard_map of its own over the mesh axes of BATCH",
+            )
         _check_channel(channel, n)
         _check_closure(loss)
         if key is not None:
@@ -268,7 +268,8 @@ class _AccumulationStep:
         # What leaves is a sum or a maximum over the devices, or the shard of a sum.
         f = jax.shard_map(
             f,
-            mesh=None if rest else manager.mesh,
+            # A nested `shard_map` takes the mesh of the surrounding one.
+            mesh=None if rest or AxisType.Manual in ambient.axis_types else manager.mesh,
             in_specs=(stored, rows, whole, whole),
             out_specs=((whole, grads), whole),
             axis_names=set(self.axes),

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardwright.errors import LayerError, Problem, RankMismatchError, did_you_mean, raise_problems
-from shardwright.layers.placement import is_inside_shard_map
+from shardwright.layers.placement import is_shard, path_of
 from shardwright.manager import context
+from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.integers import with_article
 from shardwright.vocabulary.keys import as_key
 from shardwright.vocabulary.read import array, integer, read_value
@@ -27,8 +28,8 @@ _UNKNOWN_FIX: Final = (
 def check_params(specs: Any, params: Any, *, path: str | None, create: str) -> None:
     """Check that parameters have the names and the shapes of their specs.
 
-    Inside a `shard_map`, under a manager, shapes are those of shards, so only the names are
-    checked. Without a manager nothing is gathered, so the shapes must be whole there too.
+    A shard that a `shard_map` has split by the rules of the manager may have any shape. Without a
+    manager nothing is gathered, so the shapes must be whole.
 
     Args:
       specs: Tree of `ArraySpec`s. The nodes are dicts.
@@ -40,8 +41,7 @@ def check_params(specs: Any, params: Any, *, path: str | None, create: str) -> N
       LayerError: A parameter is missing, has a wrong shape, or is one that the config does not
         describe. The error lists all of them.
     """
-    with_shapes = context.current() is None or not is_inside_shard_map()
-    found = _problems(specs, params, (), with_shapes=with_shapes)
+    found = _problems(specs, params, (), path)
     raise_problems(
         [
             Problem(
@@ -65,7 +65,7 @@ def check_names(names: tuple[str, ...], params: Any, *, create: str) -> None:
 
 
 def _problems(
-    specs: Any, params: Any, parents: tuple[str, ...], *, with_shapes: bool
+    specs: Any, params: Any, parents: tuple[str, ...], path: str | None
 ) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with a tree, and the fix if that is not to create the tree again."""
     if not isinstance(params, Mapping):
@@ -81,8 +81,8 @@ def _problems(
         if value is None:
             yield f"parameter {'/'.join(place)} is missing", ""
         elif isinstance(spec, Mapping):
-            yield from _problems(spec, value, place, with_shapes=with_shapes)
-        elif with_shapes and spec is not None and getattr(value, "shape", None) != spec.shape:
+            yield from _problems(spec, value, place, path)
+        elif spec is not None and not _has_shape(value, spec, path_of(path, "/".join(place))):
             what = (
                 f"has shape {value.shape}"
                 if hasattr(value, "shape")
@@ -94,6 +94,15 @@ def _problems(
             known = f"the names are {', '.join(map(str, specs))}"
             where = "/".join((*parents, str(name)))
             yield f"the config describes no parameter {where}: {known}", _UNKNOWN_FIX
+
+
+def _has_shape(value: Any, spec: Any, path: str | None) -> bool:
+    """Tell whether a parameter has the shape of its spec, or is a shard of that."""
+    if getattr(value, "shape", None) == spec.shape:
+        return True
+    return context.current() is not None and is_shard(
+        spec.shape, spec.axes, role=Role.PARAM, path=path
+    )
 
 
 def check_valid(valid: Any, rows: tuple[int, ...]) -> None:

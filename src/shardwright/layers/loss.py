@@ -17,8 +17,8 @@ from shardwright.layers.inputs import as_concrete, read_array
 from shardwright.layers.placement import (
     OPERAND,
     check_vocabulary,
-    is_inside_shard_map,
     place,
+    split_over,
     split_problems,
     use,
 )
@@ -320,8 +320,8 @@ def _check_labels(x: Any, labels: Any, chunks: int) -> None:
         )
     read_integer("chunks", chunks, error=LayerError, fix="pass 1 for all tokens at once")
     manager, length = context.current(), x.shape[1]
-    # Inside a shard_map, the length is that of a shard.
-    is_local = manager is None or is_inside_shard_map()
+    # If a shard_map has split the length, it is that of a shard.
+    is_local = manager is None or any(split_over((length,), (QUERY_LENGTH,)))
     shards = 1 if is_local else manager.axis_size(QUERY_LENGTH, length)
     if (length // shards) % chunks:
         what = f"length {length}" if shards == 1 else f"length {length // shards} of a shard"

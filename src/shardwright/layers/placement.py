@@ -22,25 +22,53 @@ OPERAND = (BATCH, QUERY_LENGTH, EMBED)
 
 
 def is_inside_shard_map() -> bool:
-    """Tell whether a surrounding `shard_map` has made mesh axes Manual: shapes are then local."""
+    """Tell whether a surrounding `shard_map` has made mesh axes Manual.
+
+    A `shard_map` over some mesh axes, such as that of a pipeline over pp, leaves arrays whole that
+    the others shard. `is_shard` and `split_over` tell which arrays it splits.
+    """
     mesh = _jax.ambient_mesh()
     return mesh is not None and bool(mesh.manual_axes)
 
 
+def is_shard(
+    shape: Any,
+    axes: Any,
+    *,
+    role: Role | None = None,
+    path: str | None = None,
+    manager: PartitionManager | None = None,
+) -> bool:
+    """Tell whether a surrounding `shard_map` has split an array.
+
+    Without a manager nothing says so, and each array inside of a `shard_map` may be a shard. The
+    arguments are those of `split_over`.
+    """
+    if manager is None and context.current() is None:
+        return is_inside_shard_map()
+    return any(split_over(shape, axes, role=role, path=path, manager=manager))
+
+
 def split_over(
-    shape: Any, axes: Any, *, role: Role | None = None, path: str | None = None
+    shape: Any,
+    axes: Any,
+    *,
+    role: Role | None = None,
+    path: str | None = None,
+    manager: PartitionManager | None = None,
 ) -> list[tuple[str, ...]]:
     """Return, for each dim of an array, the mesh axes over which a `shard_map` has split it.
 
-    The rules of the ambient manager decide, so without a manager no dim counts as split.
+    The rules of a manager decide, so without a manager no dim counts as split.
 
     Args:
       shape: Shape of the array, or of its shard.
       axes: Annotation.
       role: Role of the array. Defaults to activation.
       path: Path of a weight.
+      manager: Defaults to the ambient manager, which a backward pass does not have.
     """
-    manager: PartitionManager | None = context.current()
+    manager = context.current() if manager is None else manager
     if manager is None or not is_inside_shard_map():
         return [()] * len(shape)
     manual = manager.manual_axes(_jax.ambient_mesh())

@@ -12,9 +12,9 @@ import numpy as np
 from shardwright.errors import LayerError, RankMismatchError
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.inputs import SIZE
-from shardwright.layers.placement import is_inside_shard_map, place
+from shardwright.layers.placement import is_shard, place
 from shardwright.vocabulary.annotations import ArraySpec
-from shardwright.vocabulary.axes import BIAS_HEAD_SEQ, BIAS_KV_SEQ, EMPTY, HEAD, QUERY_LENGTH
+from shardwright.vocabulary.axes import BIAS_HEAD_SEQ, BIAS_KV_SEQ, EMPTY, HEAD, QUERY_LENGTH, Role
 from shardwright.vocabulary.read import read_fields
 
 
@@ -89,7 +89,9 @@ def apply(
     heads, buckets = (*np.shape(table), 0, 0)[:2] if np.ndim(table) == 2 else (0, 0)
     fits = heads == config.heads or (
         # The bias of some heads needs no others.
-        heads and is_inside_shard_map() and not config.heads % heads
+        heads
+        and not config.heads % heads
+        and is_shard((heads, buckets), (HEAD, EMPTY), role=Role.USE)
     )
     if not fits or buckets != config.buckets:
         raise RankMismatchError(

@@ -174,11 +174,11 @@ def run_opaque(kernel: Kernel, operands: Operands, call: AttentionCall) -> Resul
 def inside_shard_map(call: AttentionCall) -> tuple[str, ...]:
     """Return the reason to refuse an opaque kernel inside a `shard_map` over all mesh axes.
 
-    That `shard_map` may track varying mesh axes, which it cannot do through the kernel. If a mesh
-    axis is left, `run_opaque` calls another `shard_map` over it, which does not track them.
+    If that `shard_map` tracks varying mesh axes, it cannot do so through the kernel. If a mesh axis
+    is left, `run_opaque` calls another `shard_map` over it, which does not track them.
     """
     ambient = _jax.ambient_mesh()
-    if ambient is None or not ambient.manual_axes:
+    if ambient is None or not ambient.manual_axes or not _jax.tracks_varying():
         return ()
     manual = ambient.manual_axes
     if call.mesh is not None and set(ambient.axis_names) > set(manual):

@@ -20,8 +20,9 @@ from shardwright.layers.fp8.quantize import explicit_entries, pipeline_axes
 from shardwright.layers.fp8.recipe import DelayedScaling, Recipe, read_recipe
 from shardwright.layers.fp8.state import USES_FIX, Channel, DenseSeen, DenseUse
 from shardwright.layers.fp8.weights import Stored
-from shardwright.layers.placement import is_inside_shard_map
+from shardwright.layers.placement import is_shard
 from shardwright.manager import context
+from shardwright.vocabulary.axes import Role
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +80,12 @@ def dense(
         raise LayerError("recipe is None", path="recipe", fix="call layers.dense.dense")
     _check_use(recipe, use, tuple(kernels))
     values = [kernel.value if isinstance(kernel, Stored) else kernel for kernel in kernels.values()]
-    for name, value in zip(kernels, values, strict=True):
-        # Inside shard_map the kernel is a shard, and has its shape only once it is gathered.
-        if not (isinstance(kernels[name], Stored) and is_inside_shard_map()):
+    for (name, kernel), value in zip(kernels.items(), values, strict=True):
+        # A shard has the shape of the kernel only once it is gathered.
+        weight = kernel.weight if isinstance(kernel, Stored) else None
+        if weight is None or not is_shard(
+            weight.shape, weight.axes, role=Role.PARAM, path=weight.path
+        ):
             # The matmuls quantize tokens, so x has a dim of them.
             check_kernel(np.shape(x), np.shape(value), contract, path=name, tokens=True)
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from shardwright import _jax
 from shardwright.errors import LayerError
 from shardwright.layers.fp8.quantize import Scaled, explicit_entries
 from shardwright.layers.fp8.recipe import BLOCK
-from shardwright.layers.placement import is_inside_shard_map
+from shardwright.layers.placement import is_shard
 from shardwright.manager.context import platform_of
 from shardwright.resolution.partition_specs import entry_names
+from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.annotations import ArraySpec
 from shardwright.vocabulary.axes import Role, axis_label
 
@@ -64,8 +66,12 @@ def stored(value: Any, spec: ArraySpec, *, path: str | None = None) -> Stored:
 
 
 def store(manager: Any, x: Scaled, weight: StoredKernel) -> Scaled:
-    """Constrain a quantized weight to its stored sharding, so that it is gathered afterwards."""
-    if manager is None or is_inside_shard_map():
+    """Constrain a quantized weight to its stored sharding, so that it is gathered afterwards.
+
+    A shard inside of a `shard_map` is stored already.
+    """
+    options = {"role": Role.PARAM, "path": weight.path, "manager": manager}
+    if manager is None or is_shard(weight.shape, weight.axes, **options):
         return x
 
     def place(value: Any) -> Any:
@@ -169,8 +175,10 @@ def check_blocks(
         sizes = {axis: manager.mesh.shape[axis] for axis in axes}
     else:
         sizes = _sizes_of_dim(array, dim, shards)
-    # Inside a `shard_map` the shape is already that of a device's part.
-    count = 1 if is_inside_shard_map() else math.prod(sizes.values())
+    # Over Manual mesh axes the shape is already that of a device's part.
+    ambient = _jax.ambient_mesh()
+    manual = () if ambient is None else ambient.manual_axes
+    count = math.prod(size for axis, size in sizes.items() if axis not in manual)
     if not shape[dim] % (count * BLOCK):
         return
     label = axis_label(annotation[dim]) if isinstance(annotation, tuple) else ""
@@ -206,10 +214,19 @@ def _sizes_of_dim(array: Any, dim: int, shards: Shards | None) -> dict[str, int]
 
 
 def _mesh_axes(
-    manager: Any, annotation: Any, shape: tuple[int, ...], dim: int, **options: Any
+    manager: Any,
+    annotation: Any,
+    shape: tuple[int, ...],
+    dim: int,
+    *,
+    role: Role,
+    mode: str | None,
+    path: str | None,
 ) -> tuple[str, ...]:
     """Return the mesh axes that a dim is sharded over."""
-    # Rules divide global sizes, and inside a `shard_map` the shape is that of a shard.
-    known = None if is_inside_shard_map() else shape
-    spec = manager.explain(annotation, shape=known, **options).spec
-    return () if spec is None else entry_names((*spec.partitions, *[None] * len(shape))[dim])
+    # Inside a `shard_map` the shape is that of a shard over its Manual mesh axes.
+    manual = manager.manual_axes(_jax.ambient_mesh())
+    request = ShardingRequest(annotation, shape, mode, role, path, manual)
+    resolution = manager.answer(request)
+    mesh_axes: tuple[str, ...] = resolution.decisions[dim].mesh_axes if resolution.ok else ()
+    return mesh_axes
