@@ -119,6 +119,7 @@ from shardwright.vocabulary.shown import shown_by as _shown_by
 if TYPE_CHECKING:
     from shardwright.inference.constrained import constrained as constrained
     from shardwright.inference.infer import infer_axes as infer_axes
+    from shardwright.layers.pipeline import pipeline as pipeline
     from shardwright.layers.recurrence import linear_scan as linear_scan
     from shardwright.lints.catalogue import lint as lint
     from shardwright.manager.offload import offloaded as offloaded
@@ -137,6 +138,7 @@ _ON_DEMAND = {
     "infer_axes": "shardwright.inference.infer",
     "linear_scan": "shardwright.layers.recurrence",
     "lint": "shardwright.lints.catalogue",
+    "pipeline": "shardwright.layers.pipeline",
     "search": "shardwright.plan.search",
     "visualize": "shardwright.show.visualize",
     "offloaded": "shardwright.manager.offload",

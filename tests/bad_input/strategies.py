@@ -28,7 +28,7 @@ CASES: dict[str, Call] = {
     "dump into a missing folder": lambda scene: scene.strategy.dump(
         scene.folder / "nowhere" / "scene.toml"
     ),
-    "an unknown preset": lambda scene: sw.Strategy.preset("fsdp_pt"),
+    "an unknown preset": lambda scene: sw.Strategy.preset("fdsp_tp"),
     "invalid TOML": file('version = 1\n[rules\nbatch = "dp"\n'),
     "an unterminated TOML string": file('version = 1\n[rules]\nbatch = "dp'),
     "a key twice": file('version = 1\n[rules]\nbatch = "dp"\nbatch = "tp"\n'),

@@ -24,7 +24,7 @@ from tests.cli.cases import MESH, run
 BAD = {
     "check": "the following arguments are required: STRATEGY",
     "check nope": "no preset 'nope'",
-    "check fsdp_pt": "did you mean 'fsdp_tp'?",
+    "check fdsp_tp": "did you mean 'fsdp_tp'?",
     "check nope.toml": "no file 'nope.toml'",
     "check fsdp.toml": "no file 'fsdp.toml'",
     "check odd.txt": "no preset 'odd.txt'",

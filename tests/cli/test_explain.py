@@ -36,9 +36,9 @@ BAD = {
         "",
     ),
     "explain ' , ' --strategy fsdp_tp --devices 8": (2, "the axes are empty text", ""),
-    "explain BATCH --strategy fsdp_pt --devices 8": (
+    "explain BATCH --strategy fdsp_tp --devices 8": (
         2,
-        "no preset 'fsdp_pt'\n  fix   did you mean 'fsdp_tp'? presets are ddp,",
+        "no preset 'fdsp_tp'\n  fix   did you mean 'fsdp_tp'? presets are ddp,",
         "",
     ),
     "explain BATCH --strategy fsdp_tp": (

@@ -32,6 +32,7 @@ LONG = {
         "nnx",
         "open",
         "other-models",
+        "pipelines",
         "transformer-engine",
         "caches",
         "fp8",

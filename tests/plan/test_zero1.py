@@ -33,6 +33,7 @@ MESHES = {
     "single": "dp:1",
     "ddp": "dp:8",
     "fsdp": "dp:2,fsdp:4",
+    "fsdp_pp": "pp:2,dp:2,fsdp:2",
     "fsdp_tp": "dp:2,fsdp:2,tp:2",
     "fsdp_tp_sp": "dp:2,fsdp:2,tp:2",
     "tensor": "dp:2,tp:4",

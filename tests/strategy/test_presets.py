@@ -31,6 +31,7 @@ def test_preset_names() -> None:
     wanted = (
         "ddp",
         "fsdp",
+        "fsdp_pp",
         "fsdp_tp",
         "fsdp_tp_sp",
         "moe_ep",

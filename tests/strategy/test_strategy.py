@@ -46,6 +46,7 @@ def test_all_presets_exist() -> None:
     assert PRESETS == (
         "ddp",
         "fsdp",
+        "fsdp_pp",
         "fsdp_tp",
         "fsdp_tp_sp",
         "moe_ep",
@@ -389,7 +390,7 @@ def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
         ('"a.toml"', "a.toml: base leads back to this file: a.toml -> b.toml -> a.toml"),
         ("3", "a.toml:1 base: base must be text, got 3"),
         ('"absent.toml"', "no file"),
-        ('"fsdp_pt"', "no preset 'fsdp_pt'"),
+        ('"fdsp_tp"', "no preset 'fdsp_tp'"),
     ],
 )
 def test_bad_bases_are_refused(base: str, says: str, tmp_path: Path) -> None:

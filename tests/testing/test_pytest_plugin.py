@@ -184,7 +184,7 @@ def test_no_strategy(manager): ...
 @pytest.mark.mesh("dp:16")
 def test_too_many(mesh): ...
 
-@pytest.mark.mesh("dp:2", strategy="fsdp_pt")
+@pytest.mark.mesh("dp:2", strategy="fdsp_tp")
 def test_no_preset(manager): ...
 
 @pytest.mark.mesh("model:2", strategy="ddp")
@@ -241,7 +241,7 @@ SAYS = {
         "[tool.pytest.ini_options]), "
         "or run pytest --virtual-devices 16"
     ),
-    "test_no_preset[dp2-fsdp_pt]": "no preset 'fsdp_pt'\n  fix   did you mean 'fsdp_tp'?",
+    "test_no_preset[dp2-fdsp_tp]": "no preset 'fdsp_tp'\n  fix   did you mean 'fsdp_tp'?",
     "test_misfit[model2-ddp]": "the mesh axis model",
     "test_no_file[missing]": "/missing.toml'\n  fix   did you mean",
     "test_indivisible[dp3-tpN]": (

@@ -25,6 +25,8 @@ from shardwright.layers import transformer_block as transformer_block
 from shardwright.layers.accumulate import Accumulated as Accumulated
 from shardwright.layers.accumulate import Weighted as Weighted
 from shardwright.layers.accumulate import accumulate as accumulate
+from shardwright.layers.pipeline import LayerInputs as LayerInputs
+from shardwright.layers.pipeline import pipeline as pipeline
 from shardwright.layers.recurrence import linear_scan as linear_scan
 from shardwright.layers.rope import RopeFrequencies as RopeFrequencies
 from shardwright.layers.rope import rope as rope

@@ -38,10 +38,12 @@ from shardwright.layers.inputs import (
 from shardwright.layers.mlp_block import MlpConfig
 from shardwright.layers.moe import MoEState
 from shardwright.layers.moe_block import MoEBlockConfig
+from shardwright.layers.pipeline import LayerInputs, pipeline
 from shardwright.layers.placement import RESIDUAL, check_residual, path_of, place
 from shardwright.layers.rope import RopeFrequencies
 from shardwright.manager import context
 from shardwright.manager.remat import remat_policy as manager_policy
+from shardwright.resolution.pipeline import Pipeline
 from shardwright.resolution.rules import SavedActivations
 from shardwright.trees.initialize import stack_specs
 from shardwright.vocabulary.axes import Memory
@@ -237,15 +239,22 @@ def specs(config: TransformerConfig) -> list[Any]:
     With `scan` there is one tree per layer of the pattern, with a leading LAYERS dim, then one per
     layer after the scan. Without `scan` there is one tree per layer. Each tree is
     `{"attention": ..., "mlp": ...}`, with `cross` if the config has it.
+
+    If the strategy of the ambient manager has a circular pipeline, the leading dims are
+    `[repeats, layers / repeats]`.
+
+    Raises:
+      IndivisibleError: The repeats of the pipeline do not divide the layers.
     """
-    count = _trees_of(config)
+    count, pipelined = _trees_of(config), _pipeline()
+    repeats = 1 if pipelined is None else pipelined.repeats
     shared = {"attention": attention_block.specs(config.attention)}
     if config.cross is not None:
         shared["cross"] = attention_block.specs(config.cross)
     mlps = [config.mlp_of(number) for number in range(count)]
     layers = [{**shared, "mlp": _module_of(mlp).specs(mlp)} for mlp in mlps]
     return [
-        stack_specs(layer, config.trips) if _is_scanned(config, number) else layer
+        stack_specs(layer, config.trips, repeats=repeats) if _is_scanned(config, number) else layer
         for number, layer in enumerate(layers)
     ]
 
@@ -283,6 +292,11 @@ def unstack(
     _check_trees(specs(config), params, None)
     if not config.scan:
         return config, list(params)
+    if (pipelined := _pipeline()) is not None and pipelined.repeats > 1:
+        # [repeats, layers / repeats, ...] has the layers in order.
+        params = jax.tree.map(
+            lambda leaf: leaf.reshape(config.trips, *leaf.shape[2:]), list(params)
+        )
     layers = [_of_layer(config, params, number) for number in range(config.layers)]
     return dataclasses.replace(config, scan=False), layers
 
@@ -296,6 +310,13 @@ def _of_layer(config: TransformerConfig, trees: Sequence[Any], number: int) -> A
     if trip == config.trips:  # after the scan
         return trees[config.period + tree]
     return jax.tree.map(lambda leaf: leaf[trip], trees[tree])
+
+
+def _pipeline() -> Pipeline | None:
+    """Return `[pipeline]` of the ambient manager's strategy, if it runs microbatches in stages."""
+    manager = context.current()
+    pipelined = None if manager is None else manager.rules.pipeline
+    return pipelined if pipelined is not None and pipelined.runs else None
 
 
 def unstack_state(config: TransformerConfig, state: StackState) -> StackState:
@@ -404,13 +425,10 @@ def apply(
     _check_state(config, state)
     _check_encoded(config, encoded, encoded_segment_ids)
     _check_trees(specs(config), params, path)
+    _check_pipeline(config, state)
     given = {
         "attention": {"positions": positions, **_padding(x, segment_ids, valid, state)},
-        "cross": {
-            "segment_ids": segment_ids,
-            "encoded": encoded,
-            "encoded_segment_ids": encoded_segment_ids,
-        },
+        "cross": {"segment_ids": segment_ids, "encoded_segment_ids": encoded_segment_ids},
         "moe": {"valid": valid},
     }
     x, key = place(x, RESIDUAL), read_keys(keys)
@@ -420,7 +438,9 @@ def apply(
     moe_states: list[Any] = []
     seen: list[Any] = []
     if config.scan:
-        x, moe_states, seen = _scan(config, params, x, key, (biases, scalings), path, given)
+        states = (biases, scalings)
+        x, moe_states, seen = _scan(config, params, x, key, states, path, given, encoded)
+    given["cross"]["encoded"] = encoded
     caches = []
     for at in range(first, len(params)):
         # The trees that are not scanned are those of the last layers.
@@ -454,24 +474,54 @@ def _scan(
     states: tuple[Any, Any],
     path: str | None,
     given: Any,
+    encoded: Any,
 ) -> tuple[jax.Array, list[Any], list[Any]]:
     """Run the layers that are scanned; return the residual, and MoE states and scalings by tree."""
     count = config.period
-    runs = [_layer(config, at, path_of(path, at), given) for at in range(count)]
 
-    def body(x: Any, trip: Any) -> tuple[Any, tuple[list[Any], list[Any]]]:
-        trees, *states, number = trip
-        after = []
-        for at, (run, tree, *own) in enumerate(zip(runs, trees, *states, strict=True)):
+    def trip(trees: Any, x: Any, inputs: LayerInputs) -> tuple[Any, tuple[list[Any], list[Any]]]:
+        given, after = dict(inputs.rows), []
+        given["cross"] = {**given["cross"], "encoded": inputs.streamed}
+        for at, (tree, *own) in enumerate(zip(trees, *inputs.per_layer, strict=True)):
+            run = _layer(config, at, path_of(path, at), given)
             # The number is that of the layer and is traced, so a layer has the same keys as without
             # `scan`.
-            x, _, state = run(tree, x, _keys(config, key, number * count + at), None, tuple(own))
+            keys = _keys(config, inputs.keys, inputs.number * count + at)
+            x, _, state = run(tree, x, keys, None, tuple(own))
             after.append(state)
         return x, ([moe_state for moe_state, _ in after], [seen for _, seen in after])
 
-    stacked = [list(trees)[:count] for trees in (params, *states)]
-    residual, (moe_states, seen) = jax.lax.scan(body, x, (*stacked, jnp.arange(config.trips)))
+    stacked, *per_layer = (list(trees)[:count] for trees in (params, *states))
+    residual, (moe_states, seen) = pipeline(
+        trip,
+        stacked,
+        x,
+        specs=specs(config)[:count],
+        keys=key,
+        rows=given,
+        streamed=encoded,
+        per_layer=per_layer,
+    )
+    if _pipeline() is None:
+        moe_states, seen = jax.tree.map(lambda leaf: leaf[0], (moe_states, seen))
+    else:
+        moe_states = list(map(_over_microbatches, moe_states))
     return residual, moe_states, seen
+
+
+def _over_microbatches(after: Any) -> Any:
+    """Return the state of an MoE layer, from one with a leading dim of microbatches.
+
+    The losses of a router are means over tokens, and so is their mean over equal microbatches.
+    """
+    if after is None:
+        return None
+    stats = moe.MoEStats(
+        load=after.stats.load.sum(0),
+        dropped=after.stats.dropped.sum(0),
+        aux=after.stats.aux.mean(0),
+    )
+    return MoEState(bias=None if after.bias is None else after.bias[0], stats=stats)
 
 
 def _if_any(states: list[Any]) -> list[Any] | None:
@@ -604,6 +654,36 @@ def _check_state(config: TransformerConfig, state: Any) -> None:
     fix = "pass transformer_block.init_caches(config, batch=..., capacity=...)"
     _check_count("caches", state.caches, config.layers, path="state", fix=fix)
     _check_rings(config, state.caches)
+
+
+def _check_pipeline(config: TransformerConfig, state: StackState) -> None:
+    """Refuse what does not run in the stages of a pipeline, if the strategy has one."""
+    if (pipelined := _pipeline()) is None:
+        return
+    off = 'write schedule = "none" under [pipeline]'
+    rest = config.layers % config.period
+    after = f"{rest} of {config.layers} layers are after the last whole pattern"
+    refuse(
+        LayerError,
+        (
+            not config.scan,
+            "scan",
+            f'schedule = "{pipelined.schedule}" runs stacked layers, and scan=False',
+            f"pass scan=True; or {off}, which serving with caches needs",
+        ),
+        (
+            config.scan and rest,
+            "layers",
+            f"{after}, and no stage runs them",
+            f"choose layers that are a multiple of {config.period}",
+        ),
+        (
+            state.scaling is not None,
+            "state",
+            "scaling is given, and a pipeline would add the amaxes of its microbatches",
+            f'use recipe="current", which has no state; or {off}',
+        ),
+    )
 
 
 def _check_count(name: str, values: Any, count: int, *, path: str, fix: str) -> None:

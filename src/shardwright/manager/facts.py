@@ -34,6 +34,8 @@ def manager_facts(
     facts["axes of the strategy"] = Fact(", ".join(rules.user_axes) or "none")
     for mode, line in rules.attention:
         facts[f"attention in mode {mode_name(mode)}"] = Fact(line.text, str(line))
+    if rules.pipeline is not None:
+        facts["pipeline"] = Fact(str(rules.pipeline))
     for table, tables in (("rules", rules.activations), ("params", rules.params)):
         for mode, entries in zip(MODES, tables, strict=True):
             for axis, rule in entries:

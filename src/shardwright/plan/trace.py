@@ -33,6 +33,7 @@ from shardwright.plan.walk.program import walk_jaxpr, written_target
 from shardwright.plan.walk.values import KEEP, Dims, Origin, ShardedValue, dims_of_spec
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import DimDecision, Resolution, RuleRef
+from shardwright.resolution.pipeline import Pipeline
 from shardwright.resolution.request import ShardingRequest
 from shardwright.resolution.rules import SavedActivations
 from shardwright.trees.annotated import Leaf, annotated_leaves
@@ -68,6 +69,7 @@ class Trace:
       mesh: Size of each mesh axis.
       attention: Rules of the strategy that choose an implementation of attention.
       saved: Rules of the strategy that choose what rematerialization saves.
+      pipeline: `[pipeline]` of the strategy, or None.
       attention_calls: The calls of attention, and the implementation that each takes.
       typed_for: The manager, if its mesh has Explicit axes. Then shardings are part of the types of
         all values, and the trace fits this manager only.
@@ -81,6 +83,7 @@ class Trace:
     mesh: Mapping[str, int]
     attention: tuple[tuple[str, RuleRef], ...]
     saved: SavedActivations
+    pipeline: Pipeline | None = None
     unclear: tuple[tuple[ShardingRequest, ...], ...] = ()
     attention_calls: tuple[AttentionCalls, ...] = ()
     typed_for: Manager | None = None
@@ -103,16 +106,22 @@ class Trace:
             return {}
         # Such a sharding names mesh axes, and `find_renaming` does not see it.
         own = any(isinstance(given, NamedSharding) for given in self.inputs)
-        if own or self.attention != manager.rules.attention or self.typed_for or is_typed(manager):
+        if own or not self._runs_alike(manager) or self.typed_for or is_typed(manager):
             return {} if self.fits(manager) else None
         pairs = ((known.spec, manager.answer(known.request).spec) for known in self.answers)
         return find_renaming(pairs, self.mesh, dict(manager.mesh.shape))
+
+    def _runs_alike(self, manager: Manager) -> bool:
+        """Tell whether rules other than those of axes choose the same program."""
+        rules = manager.rules
+        return self.attention == rules.attention and self.pipeline == rules.pipeline
 
     def fits(self, manager: Manager) -> bool:
         """Tell whether a trace under this manager would be the same.
 
         If the trace has answers or a `shard_map`, it has shapes of shards. Then the manager must
-        have the same mesh sizes and rules of attention, and resolve each request to the same spec.
+        have the same mesh sizes, rules of attention and pipeline, and resolve each request to the
+        same spec.
         """
         if self.saved != manager.rules.saved:
             return False
@@ -120,7 +129,7 @@ class Trace:
             return self.typed_for == manager
         return self.fits_all or (
             dict(self.mesh) == dict(manager.mesh.shape)
-            and self.attention == manager.rules.attention
+            and self._runs_alike(manager)
             and all(manager.answer(known.request).spec == known.spec for known in self.answers)
         )
 
@@ -227,8 +236,7 @@ def trace(
         )
     # On an Auto mesh, shardings of the arguments would become part of the trace, which many
     # strategies share. On an Explicit mesh, JAX needs them in the types.
-    typed = recorder.typed
-    shardings = [_sharding(each, planning) if typed else None for each in inputs]
+    shardings = [_sharding(each, planning) if recorder.typed else None for each in inputs]
     arguments = jax.tree.unflatten(structure, map(argument_of, leaves, shardings))
 
     def traced_once(*arguments: Any) -> Any:
@@ -237,7 +245,7 @@ def trace(
             return function(*arguments)
         except Exception as error:
             # `jit` removes JAX's frames from the traceback, and they tell who raised the error.
-            if not typed or not _jax.refuses_shardings(error):
+            if not recorder.typed or not _jax.refuses_shardings(error):
                 raise
             reason = " ".join(str(error).split())
             refused = ProgramError(
@@ -275,8 +283,9 @@ def trace(
         mesh=dict(manager.mesh.shape),
         attention=manager.rules.attention,
         saved=manager.rules.saved,
+        pipeline=manager.rules.pipeline,
         attention_calls=attention_calls,
-        typed_for=manager if typed else None,
+        typed_for=manager if recorder.typed else None,
         platform=platform,
     )
 

@@ -24,6 +24,7 @@ from shardwright.resolution.decide import Decider
 from shardwright.resolution.decisions import DimDecision, ModeFrom, Outcome, Resolution
 from shardwright.resolution.free_axes import StoredDims, add_largest_dim, add_zero1
 from shardwright.resolution.parts import Derived, take_part
+from shardwright.resolution.pipeline import STAGES, stage_notes
 from shardwright.resolution.request import ShardingRequest, as_role
 from shardwright.resolution.rule_order import decide_in_rule_order
 from shardwright.resolution.rules import AxisRules, Order
@@ -182,6 +183,10 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
     # A part of a parameter, such as a moment, lives where the rule for the parameter's path says.
     owner = annotation.path if isinstance(annotation, PartOf) and annotation.path else path
     memory = rules.memory_rule(role=role, mode=mode, path=owner)
+    notes = (
+        *derived.notes,
+        *stage_notes(rules.pipeline, derived.decisions, sizes.get(STAGES, 1)),
+    )
     return Resolution(
         annotation=describe(annotation),
         decisions=marked_manual(derived.decisions, request.manual),
@@ -190,7 +195,7 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
         role=role,
         path=path or "",
         problems=derived.problems,
-        notes=derived.notes,
+        notes=notes,
         # Scalars, such as the step of an optimizer, stay on the device: a transfer costs more than
         # their bytes.
         memory=memory.ref if memory is not None and derived.decisions else None,

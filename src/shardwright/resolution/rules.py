@@ -20,6 +20,7 @@ from shardwright.errors import StrategyError
 from shardwright.mesh.check import name_fault
 from shardwright.resolution.decisions import RuleRef
 from shardwright.resolution.patterns import compile_pattern
+from shardwright.resolution.pipeline import Pipeline
 from shardwright.resolution.recent import Recent
 from shardwright.vocabulary.axes import (
     KNOWN_AXES,
@@ -374,6 +375,7 @@ class AxisRules:
       user_axes: Axes that the strategy declares.
       policy: What to do if a rule cannot be applied exactly.
       attention: Pairs of a mode and the line that names its implementation of attention, sorted.
+      pipeline: How the layers of a stack run over pp, or None if the strategy does not say.
       order: Under `policy.order = "rules"`, for the activations of each of `MODES` and then for
         the params: the axis of every candidate, in the order in which they are tried. Else empty.
       memory: Where parameters and optimizer state live; the first rule that applies decides.
@@ -387,6 +389,7 @@ class AxisRules:
     user_axes: tuple[str, ...] = ()
     policy: Policy = Policy()
     attention: tuple[tuple[str, RuleRef], ...] = ()
+    pipeline: Pipeline | None = None
     order: tuple[tuple[str, ...], ...] = ()
     memory: tuple[MemoryRule, ...] = ()
     saved: SavedActivations = SavedActivations()
@@ -428,6 +431,7 @@ class AxisRules:
                 named,
                 self.memory,
                 self.saved,
+                self.pipeline,
             ),
         )
         object.__setattr__(self, "_hash", hash(self._values))
@@ -511,6 +515,50 @@ class AxisRules:
         return tuple(dict.fromkeys([*named, *self.policy.gather, *self.policy.added_mesh_axes]))
 
 
+def without_mesh_axis(rules: AxisRules, mesh_axis: str) -> AxisRules:
+    """Return rules that do not name a mesh axis, for arrays that are whole over it.
+
+    A candidate of this mesh axis alone leaves a dim whole, so it ends its rule. There is no
+    `[pipeline]` either.
+    """
+
+    def rest(rule: Rule) -> Rule:
+        candidates: list[tuple[str, ...]] = []
+        for candidate in rule.candidates:
+            names = tuple(name for name in candidate if name != mesh_axis)
+            if not names:
+                return dataclasses.replace(
+                    rule, candidates=tuple(candidates), fallback=Fallback.REPLICATED, refs=()
+                )
+            candidates.append(names)
+        return dataclasses.replace(rule, candidates=tuple(candidates))
+
+    def table(entries: RuleTable) -> RuleTable:
+        return tuple((axis, rest(rule)) for axis, rule in entries)
+
+    def added(rule: Rule | None) -> Rule | None:
+        # A rule without candidates adds nothing.
+        own = None if rule is None else rest(rule)
+        return own if own is not None and own.candidates else None
+
+    policy = rules.policy
+    return dataclasses.replace(
+        rules,
+        activations=tuple(map(table, rules.activations)),
+        params=tuple(map(table, rules.params)),
+        tensors=tuple(
+            dataclasses.replace(entry, rules=table(entry.rules)) for entry in rules.tensors
+        ),
+        policy=dataclasses.replace(
+            policy,
+            gather=tuple(name for name in policy.gather if name != mesh_axis),
+            largest_dim=added(policy.largest_dim),
+            zero1=added(policy.zero1),
+        ),
+        pipeline=None,
+    )
+
+
 def default_rule(axis: str) -> Rule | None:
     """Return the rule that a parallelism axis has if none is stated: its own mesh axis."""
     name = PARALLELISM_AXES.get(axis)
@@ -528,6 +576,7 @@ def build_rules(
     user_axes: Iterable[str] = (),
     policy: Policy | None = None,
     attention: Mapping[str, RuleRef] | None = None,
+    pipeline: Pipeline | None = None,
     orders: Mapping[str, Sequence[str]] | None = None,
     memory: Iterable[MemoryRule] = (),
     saved: SavedActivations | None = None,
@@ -544,6 +593,7 @@ def build_rules(
       policy: What to do if a rule cannot be applied exactly. Defaults to raising errors.
       attention: Mode -> the line that names its implementation of attention; `default` is for the
         other modes.
+      pipeline: `[pipeline]`, or None.
       orders: Axis of every candidate of a table in the order in which they are written, by name of
         the table. Defaults to the order of the table. Only `policy.order = "rules"` needs it.
       memory: Where parameters and optimizer state live; the first rule that applies decides.
@@ -578,6 +628,7 @@ def build_rules(
         attention=_attention_by_mode(attention or {}),
         memory=tuple(memory),
         saved=saved or SavedActivations(),
+        pipeline=pipeline,
     )
 
 

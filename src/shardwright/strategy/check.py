@@ -16,6 +16,7 @@ from shardwright.errors import (
 )
 from shardwright.mesh.build import parse_mesh
 from shardwright.resolution.patterns import compile_pattern
+from shardwright.resolution.pipeline import STAGES
 from shardwright.resolution.rules import foreign_mesh_axes
 from shardwright.resolution.unknown_axes import axis_hint
 from shardwright.strategy.limits import LONGEST_PATTERN
@@ -23,6 +24,7 @@ from shardwright.strategy.origin import KeyPath, KeySources, problem_at
 from shardwright.strategy.tables import ParsedTables, at_path, parse_rules, rule_tables
 from shardwright.vocabulary.axes import (
     KNOWN_AXES,
+    LAYERS,
     PARALLELISM_AXES,
     STANDARD_MESH_AXES,
     axis_label,
@@ -56,6 +58,47 @@ def data_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Probl
     if data.get("mesh"):
         yield from _mesh_problems(data, origin)
         yield from name_problems(data, parsed, origin=origin)
+        yield from pipeline_problems(data, parsed, origin)
+
+
+def pipeline_problems(
+    data: Mapping[str, Any], parsed: ParsedTables, origin: KeySources
+) -> Iterator[Problem]:
+    """Yield every problem of `[pipeline]` and of the rule of LAYERS, which go together."""
+    table, policy = (
+        value if isinstance(value := data.get(name), Mapping) else {}
+        for name in ("pipeline", "policy")
+    )
+    stored = {**parsed.tables.get(("rules",), {}), **parsed.tables.get(("params",), {})}
+    rule, schedule = stored.get(LAYERS), table.get("schedule")
+    if schedule is None:
+        if rule is not None and STAGES in rule.mesh_axes:
+            what = f"layers are stored over {STAGES}, and no [pipeline] says how they run"
+            fix = 'write [pipeline] schedule = "gpipe" and microbatches = 8, schedule = "none" to '
+            fix += 'gather the layers before they run, or layers = "-"'
+            yield problem_at((rule.ref.table, "layers"), origin, what, fix, rule=rule.ref)
+        elif table:
+            what = "[pipeline] has no schedule"
+            yield problem_at(("pipeline",), origin, what, 'write schedule = "gpipe"')
+        return
+    if schedule == "none":
+        return
+    at = ("pipeline", "schedule")
+    if rule is None or rule.candidates != ((STAGES,),) or rule.fallback:
+        what = f'schedule = "{schedule}" runs layers that are stored over {STAGES} alone'
+        fix = f'write layers = "{STAGES}" in [rules]'
+        yield problem_at(at, origin, what, fix, rule="" if rule is None else rule.ref)
+    if table.get("microbatches") is None:
+        what, fix = "the number of microbatches is missing", "write microbatches = 8"
+        yield problem_at(at, origin, what, fix)
+    if schedule == "gpipe" and table.get("repeats", 1) != 1:
+        what = f"repeats = {table['repeats']}, and a stage of gpipe has one chunk of layers"
+        fix = 'write schedule = "circular", or repeats = 1'
+        yield problem_at(("pipeline", "repeats"), origin, what, fix)
+    if policy.get("order") == "rules":
+        # Inside a stage the rules have no pp, so they would lack candidates that the order counts.
+        what = 'a pipeline cannot run under order = "rules"'
+        yield problem_at(("policy", "order"), origin, what, 'write order = "dims"')
 
 
 def name_problems(

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwright.errors import raise_problems
 from shardwright.resolution.decisions import RuleRef
+from shardwright.resolution.pipeline import Pipeline, Schedule
 from shardwright.resolution.rules import (
     POLICY_PRESETS,
     AxisRules,
@@ -23,7 +24,7 @@ from shardwright.resolution.rules import (
     TensorRules,
     build_rules,
 )
-from shardwright.strategy.check import name_problems
+from shardwright.strategy.check import name_problems, pipeline_problems
 from shardwright.strategy.limits import first_problems
 from shardwright.strategy.origin import KeyPath, KeySources, source_of
 from shardwright.strategy.tables import ParsedTables, parse_rules
@@ -45,7 +46,13 @@ def compile_rules(data: Mapping[str, Any], origin: KeySources, policy: Any) -> A
     """
     parsed = parse_rules(data, origin)
     raise_problems(
-        first_problems(itertools.chain(parsed.problems, name_problems(data, parsed, origin=origin)))
+        first_problems(
+            itertools.chain(
+                parsed.problems,
+                name_problems(data, parsed, origin=origin),
+                pipeline_problems(data, parsed, origin),
+            )
+        )
     )
     compiled = _compile_policy(policy, parsed)
     # Without `order = "rules"` the order within an entry has no meaning, so it is normalized.
@@ -74,6 +81,17 @@ def compile_rules(data: Mapping[str, Any], origin: KeySources, policy: Any) -> A
             )
             for key, name in data.get("attention", {}).items()
         },
+        pipeline=_compile_pipeline(data.get("pipeline", {})),
+    )
+
+
+def _compile_pipeline(table: Mapping[str, Any]) -> Pipeline | None:
+    if table.get("schedule") is None:
+        return None
+    return Pipeline(
+        schedule=Schedule(table["schedule"]),
+        microbatches=table.get("microbatches") or 1,
+        repeats=table.get("repeats", 1),
     )
 
 

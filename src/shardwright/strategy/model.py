@@ -251,6 +251,21 @@ class AttentionTable(BaseModel):
     decode: AttentionName | None = Field(default=None, description="In decode.")
 
 
+class PipelineTable(BaseModel):
+    """How the layers of a stack run over the mesh axis pp."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    schedule: Literal["none", "gpipe", "circular"] | None = Field(
+        default=None, description='Order of the microbatches; "none" gathers layers over pp.'
+    )
+    microbatches: int | None = Field(
+        default=None, gt=0, description="Number of microbatches of a batch."
+    )
+    repeats: int = Field(
+        default=1, gt=0, description="Chunks of layers of a stage, in a circular schedule."
+    )
+
+
 class Strategy(BaseModel):
     r"""A mesh, rules and a policy as data.
 
@@ -300,6 +315,7 @@ class Strategy(BaseModel):
     policy: PolicyTable = Field(default_factory=PolicyTable)
     attention: AttentionTable = Field(default_factory=AttentionTable)
     memory: MemoryTable = Field(default_factory=MemoryTable)
+    pipeline: PipelineTable = Field(default_factory=PipelineTable)
     tensors: Entries[TensorTable] = Field(
         default_factory=tuple,  # type: ignore[arg-type]  # as `AfterValidator` makes of the list
         description="Exceptions by path, for stored and used weights.",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # What was expected, and the fix, by pydantic's type of error.
 _EXPECTED = {
     "int_type": ("expected an integer", "write an integer"),
+    "greater_than": ("expected a positive integer", "write 1, or a larger integer"),
     "greater_than_equal": ("expected 0 or more", "write 0, or a larger integer"),
     "dict_type": ("expected a table", "write a table: [{table}] and a line for each key"),
     "model_type": ("expected a table", "write a table: [{table}] and a line for each key"),

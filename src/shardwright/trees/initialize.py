@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,10 +10,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
+from shardwright.errors import (
+    IndivisibleError,
+    Problem,
+    RankMismatchError,
+    StrategyError,
+    raise_problems,
+)
 from shardwright.trees.paths import is_array_spec, path_text
-from shardwright.vocabulary.annotations import ArraySpec, stacked
-from shardwright.vocabulary.axes import LAYERS
+from shardwright.vocabulary.annotations import ArraySpec, Initializer, stacked
+from shardwright.vocabulary.axes import EMPTY, LAYERS
 
 
 def abstract(specs: Any) -> Any:
@@ -72,16 +79,22 @@ def _initialize(key: Any, path: Sequence[Any], spec: ArraySpec) -> Any:
     return array
 
 
-def stack_specs(specs: Any, layers: int, *, axis: str = LAYERS) -> Any:
+def stack_specs(specs: Any, layers: int, *, axis: str = LAYERS, repeats: int = 1) -> Any:
     """Add a leading `LAYERS` dim to every `ArraySpec` of a tree, for `jax.lax.scan`.
+
+    With `repeats` above 1, the leading dims are `[repeats, layers / repeats]`, and LAYERS is the
+    second of them: a stage of a circular pipeline holds a chunk of each repeat. The layers are in
+    order, and have the initial values that they have without `repeats`.
 
     Args:
       specs: Tree of `ArraySpec`s of one layer.
       layers: Number of layers.
       axis: Axis of the new dim. `EMPTY` stacks what is already a stack of layers, such as the
         adapters of several users; this dim is not sharded.
+      repeats: As in `[pipeline]` of the strategy.
 
     Raises:
+      IndivisibleError: `repeats` does not divide the layers.
       StrategyError: A leaf is not an `ArraySpec`, or `layers` is not a positive integer.
       AxisConflictError: A leaf is a stack of layers already, and `axis` is `LAYERS`.
 
@@ -90,4 +103,30 @@ def stack_specs(specs: Any, layers: int, *, axis: str = LAYERS) -> Any:
     >>> stack_specs({"scale": ArraySpec((64,), jnp.float32, (EMBED,))}, 12)["scale"].shape
     (12, 64)
     """
-    return jax.tree.map(lambda spec: stacked(spec, layers, axis=axis), specs, is_leaf=is_array_spec)
+    if repeats != 1 and layers % repeats:
+        raise IndivisibleError(
+            f"repeats={repeats} does not divide {layers} layers",
+            path="repeats",
+            fix="write repeats under [pipeline] that divide them",
+        )
+
+    def stack(spec: Any) -> Any:
+        whole = stacked(spec, layers, axis=axis)
+        if repeats == 1:
+            return whole
+        cut = stacked(stacked(spec, layers // repeats, axis=axis), repeats, axis=EMPTY)
+        init = None if whole.init is None else _InitInRepeats(init=whole.init)
+        return ArraySpec(cut.shape, cut.dtype, cut.axes, init)
+
+    return jax.tree.map(stack, specs, is_leaf=is_array_spec)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _InitInRepeats:
+    """Initialize a stack `[repeats, layers / repeats, ...]` as one of all layers."""
+
+    init: Initializer
+
+    def __call__(self, key: Any, shape: Sequence[int], dtype: Any) -> Any:
+        repeats, layers, *rest = shape
+        return self.init(key, (repeats * layers, *rest), dtype).reshape(shape)
