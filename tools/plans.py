@@ -25,7 +25,7 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, topology in MODELS.items():
         out = str(folder / f"{name}.html")
-        words = ["--topology", topology, "--axes", "dp,fsdp,tp", "--out", out]
+        words = ["--topology", topology, "--mode", "train", "--axes", "fsdp,ep,tp", "--out", out]
         code = main(["open", str(CONFIGS / f"{name}.json"), *words])
         if code:
             raise SystemExit(code)

@@ -119,6 +119,16 @@ def test_candidates_by_the_keyboard(wide: Opened) -> None:
         check_numbers(wide, candidate)
 
 
+def test_numbers_are_rounded_as_in_python(wide: Opened) -> None:
+    """A tie goes to the even digit: 1.25 KiB is 1.2 KiB, and 1.75 KiB is 1.8 KiB."""
+    sizes = [0, 1023, 1280, 1344, 1792, 5 * 2**28, 7 * 2**28, 10**9, 2**51 * 5, 2**61]
+    times = [0.0, 1.25e-7, 0.000125, 0.0015, 0.999999, 1.0, 2.625, 2.375, 1234.5]
+    texts = wide.page.evaluate("(sizes) => sizes.map(bytesText)", sizes)
+    assert texts == list(map(bytes_text, sizes))
+    texts = wide.page.evaluate("(times) => times.map(secondsText)", times)
+    assert texts == list(map(seconds_text, times))
+
+
 def test_mesh_sliders_change_the_numbers(wide: Opened) -> None:
     first = found().candidates[0]
     sizes = sorted({each.sizes["tp"] for each in found().candidates})
