@@ -329,3 +329,26 @@ def test_conflicts_are_refused() -> None:
     inferred = infer(Model("two names", two_names, ((96, 24), "")))
     with raises(sw.StrategyError, "VOCAB", "LAYERS"):
         sw.constrained(two_names, inferred)
+
+
+def test_a_linear_scan_is_a_shard_map_under_a_manager() -> None:
+    """So the program differs from the inferred one inside the scan, and nowhere else."""
+
+    def forward(params: Any, tokens: Any) -> Any:
+        x = params["table"][tokens]
+        hidden = x @ params["in"]
+        states = sw.linear_scan(jax.nn.sigmoid(hidden), hidden, sw.BATCH, sw.LENGTH, sw.EMPTY)
+        return (x + jax.nn.gelu(states) @ params["out"]) @ params["table"].T
+
+    shapes = {"table": (64, 16), "in": (16, 32), "out": (32, 16)}
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        name: jax.random.normal(key, shape)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    tokens = jnp.arange(64).reshape(4, 16)
+    inferred = sw.infer_axes(forward, params, tokens, seeds=[(sw.BATCH, sw.LENGTH)])
+    constrained = sw.constrained(forward, inferred)
+    with sw.PartitionManager(sw.Strategy.preset("sequence"), mesh=cpu_mesh("fsdp:2,sp:4")):
+        found = jax.jit(constrained)(params, tokens)
+    np.testing.assert_allclose(found, forward(params, tokens), rtol=1e-4, atol=1e-4)
