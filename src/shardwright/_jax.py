@@ -599,3 +599,17 @@ def hlo_text(module: bytes) -> str:
 
     hlo: Any = getattr(lib, "hlo")  # noqa: B009  its types are not exported
     return str(hlo.HloModule.from_serialized_hlo_module_proto(module).to_string())
+
+
+def whole_hlo_text(compiled: Any) -> str:
+    """Return the text of a compiled program with the values of all constants.
+
+    `compiled.as_text()` leaves out those of more than ten elements.
+    """
+    from jax._src import lib
+
+    hlo: Any = getattr(lib, "hlo")  # noqa: B009  its types are not exported
+    options = hlo.HloPrintOptions()
+    options.print_large_constants = True
+    (module,) = compiled.runtime_executable().hlo_modules()
+    return str(module.to_string(options))

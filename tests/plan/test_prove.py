@@ -99,6 +99,36 @@ def test_an_extra_instruction_has_no_partner() -> None:
     assert (found.left.text, found.right.text) == ("call f32[8]", "add f32[8]")
 
 
+SENT = """  %token = token[] after-all()
+  %send = (f32[8], u32[], token[]) send(%both, %token), channel_id=4, \
+frontend_attributes={_xla_host_transfer_rendezvous="all-reduce.10_0",\
+_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2}x{0:15}",\
+_xla_megascale_transfer_type="ALL_REDUCE",_xla_send_recv_source_target_pairs={{0,1},{1,2}}}
+  %call"""
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ('"SUM"', '"MAX"'),
+        ("{1,2}x", "{1,3}x"),
+        ('"ALL_REDUCE"', '"REDUCE_SCATTER"'),
+        ("{{0,1},{1,2}}", "{{1,0},{2,1}}"),
+    ],
+)
+def test_where_a_send_goes_counts(pair: tuple[str, str]) -> None:
+    text = swapped(TEXT, ("  %call", SENT))
+    found = compare_programs(text, swapped(text, pair))
+    assert found is not None
+    assert found.left is not None
+    assert found.left.text.startswith("send ")
+
+
+def test_the_rendezvous_of_a_send_does_not_count() -> None:
+    text = swapped(TEXT, ("  %call", SENT))
+    assert compare_programs(text, swapped(text, ("all-reduce.10_0", "all-reduce.99_0"))) is None
+
+
 def test_donation_counts() -> None:
     donated = swapped(
         TEXT, ("entry_comp", "input_output_alias={ {}: (0, {}, may-alias) }, entry_comp")
@@ -189,14 +219,46 @@ def test_a_missing_gather_is_found() -> None:
 
 
 @pytest.mark.full
-def test_large_constants_count() -> None:
-    def plus(value: float) -> object:
-        table = jnp.arange(64 * 256, dtype=jnp.float32).reshape(64, 256) + value
-        return lambda weights, x: x @ (weights["up"] + table)
+@pytest.mark.parametrize("case", ["float32", "bfloat16", "indices", "swapped"])
+def test_values_of_constants_count(case: str) -> None:
+    # Of more than ten elements, so `as_text` of JAX leaves their values out.
+    def adds(dtype: object, value: int) -> object:
+        table = (jnp.arange(20) % 7 + value).astype(dtype)
+        return lambda _, x: x[:, :20] + table
 
-    found = prove(lowered(plus(0.0)), lowered(plus(1.0)), timeout=300)
+    def reads(value: int) -> object:
+        indices = jnp.arange(20) % 7 + value
+        return lambda _, x: x[:, indices]
+
+    one = jnp.arange(64 * 64, dtype=jnp.float32).reshape(64, 64)
+    sides = {
+        "float32": (adds(jnp.float32, 0), adds(jnp.float32, 1)),
+        "bfloat16": (adds(jnp.bfloat16, 0), adds(jnp.bfloat16, 1)),
+        "indices": (reads(0), reads(1)),
+        # The same two constants, in the other order.
+        "swapped": (lambda _, x: x @ one @ one.T, lambda _, x: x @ one.T @ one),
+    }[case]
+    assert not prove(*map(lowered, sides), timeout=300).same
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["arguments", "results"])
+def test_mesh_axes_of_the_same_size_are_not_the_same(what: str) -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.abstract_mesh("fsdp:2,tp:2"))
+
+    def side(spec: P) -> proving.ProgramSide:
+        given = spec if what == "arguments" else P()
+        zeros = jnp.zeros((8, 64))
+
+        def step(x: jax.Array) -> jax.Array:
+            return x * 2 if what == "arguments" else sw.shard(zeros, spec)
+
+        return lower_program(pm, Program(step, SHAPES[1:], (given,)))
+
+    found = prove(side(P("fsdp")), side(P("tp")), timeout=300)
     assert not found.same
-    assert found.what == "the value of a constant"
+    # In JAX 0.10, the sharding of an argument is in the program.
+    assert found.what == f"the sharding of the {what}" or found.left is not None
 
 
 MODEL = """

@@ -113,6 +113,7 @@ class Compiled:
       seconds: Seconds that the compile took.
       refused: The compiler's message if the program needs more memory than the chip has, or "".
       hlo: Text of the compiled program if it was asked for, else "".
+      placed: With `hlo`, a hash of which device holds what of the arguments, and of the results.
       cached: Whether the result was on disk.
     """
 
@@ -122,6 +123,7 @@ class Compiled:
     seconds: float = 0.0
     refused: str = ""
     hlo: str = ""
+    placed: tuple[str, ...] = ()
     cached: bool = False
 
     @property
@@ -211,7 +213,7 @@ def compile_exported(
       timeout: Seconds after which the worker is killed.
       cache: Folder of results. Defaults to none.
       lines: Source lines that the result names. If they change, the program is compiled again.
-      hlo: Whether the result has the text of the compiled program.
+      hlo: Whether the result has the text of the compiled program, and `placed`.
 
     Raises:
       ProgramError: The worker died or ran out of time, or the compiler cannot compile the program.
@@ -243,6 +245,7 @@ def compile_exported(
         seconds=result.get("seconds", 0.0),
         refused=result.get("refused", ""),
         hlo=result.get("hlo", ""),
+        placed=tuple(result.get("placed", ())),
         cached=known is not None,
     )
 

@@ -24,6 +24,13 @@ from shardwright.plan.collectives.instructions import callees_of
 _DROPPED: Final = frozenset(
     {"metadata", "channel_id", "control-predecessors", "backend_config", "frontend_attributes"}
 )
+# Where a send goes, and what is done there, is in the attributes of the frontend.
+_SENT: Final = (
+    "_xla_send_recv_source_target_pairs=",
+    "_xla_megascale_target=",
+    "_xla_megascale_transfer_type=",
+    "_xla_megascale_reduce_operation=",
+)
 _HEAD: Final = ("input_output_alias", "buffer_donor", "entry_computation_layout", "num_partitions")
 _LITERAL: Final = 40  # characters of a constant that a report shows
 _NAME = re.compile(r"%([^\s,(){}]+)")
@@ -101,6 +108,8 @@ class _DigestedProgram:
             for name, value in sorted(instruction.attributes().items())
             if name not in _DROPPED or (is_call and name == "backend_config")
         ]
+        frontend = instruction.attributes().get("frontend_attributes", "")
+        attributes += sorted(piece for piece in split(frontend[1:-1]) if piece.startswith(_SENT))
         # The numbers of parameters and the values of constants.
         literal = "" if instruction.operands else instruction.literal
         operands = [known[name] for name in instruction.operands]

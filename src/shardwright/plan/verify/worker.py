@@ -7,11 +7,14 @@ process writes `result.json`.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import math
+import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,14 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardwright import _jax
 from shardwright.mesh.build import arrange_devices
 from shardwright.mesh.text import MeshSpec
 from shardwright.plan.collectives.read import read_collectives
 
 _MEMORY = ("argument_size", "output_size", "alias_size", "temp_size", "peak_memory")
+_CONSTANT = re.compile(r" constant\((\{[^\n]*?\})\)")
+_LITERAL = 100  # characters of the values of a constant that stay in the text
 
 
 def main(folder: Path) -> None:
@@ -72,12 +78,51 @@ def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any
     compiled = step.lower(*arguments).compile(compiler_options=options or None)
     seconds = time.monotonic() - started
     memory = compiled.memory_analysis()
+    results = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(
+            exported.out_avals, jax.tree.leaves(compiled.output_shardings), strict=True
+        )
+    ]
     return {
         "seconds": seconds,
         "memory": {name: int(getattr(memory, f"{name}_in_bytes")) for name in _MEMORY},
         "collectives": [each.to_json() for each in read_collectives(compiled, mesh)],
-        **({"hlo": compiled.as_text()} if request.get("hlo") else {}),
+        **(
+            {
+                "hlo": _hashed(_jax.whole_hlo_text(compiled)),
+                "placed": [_placed(arguments), _placed(results)],
+            }
+            if request.get("hlo")
+            else {}
+        ),
     }
+
+
+def _placed(arrays: Sequence[jax.ShapeDtypeStruct]) -> str:
+    """Return a hash of which device holds what of each array, whatever its mesh axes are called."""
+
+    @functools.cache
+    def blocks(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
+        held = sharding.devices_indices_map(shape)
+        text = {
+            device.id: [part.indices(size) for part, size in zip(index, shape, strict=True)]
+            for device, index in held.items()
+        }
+        return str(sorted(text.items()))
+
+    texts = "\n".join(blocks(array.sharding, array.shape) for array in arrays)
+    return hashlib.sha256(texts.encode()).hexdigest()
+
+
+def _hashed(text: str) -> str:
+    """Return the text of a program with a hash for the values of each large constant."""
+
+    def short(match: re.Match[str]) -> str:
+        digest = hashlib.sha256(match[1].encode()).hexdigest()
+        return match[0] if len(match[1]) <= _LITERAL else f" constant({{{digest[:32]}...}})"
+
+    return _CONSTANT.sub(short, text)
 
 
 def make_mesh(request: Mapping[str, Any]) -> Mesh:
