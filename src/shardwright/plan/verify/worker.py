@@ -104,7 +104,7 @@ def _placed(arrays: Sequence[jax.ShapeDtypeStruct]) -> str:
 
     @functools.cache
     def blocks(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
-        held = sharding.devices_indices_map(shape)
+        held: Mapping[Any, Any] = sharding.devices_indices_map(shape)
         text = {
             device.id: [part.indices(size) for part, size in zip(index, shape, strict=True)]
             for device, index in held.items()
