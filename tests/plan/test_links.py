@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -71,6 +72,14 @@ def test_times_over_random_clusters_keep_the_laws() -> None:
         failures += [(str(topology), sizes, law) for law in broken_laws(layout, sizes)]
     assert failures == []
     assert laid_out > CASES // 2
+
+
+def test_a_domain_may_be_one_device() -> None:
+    chip = dataclasses.replace(HARDWARE["mi300x"], domain=1, shapes=((1,),))
+    sizes = {"fsdp": 4, "tp": 1}
+    layout = lay_out(Topology(chip=chip, shape=(1,), slices=4), sizes)
+    assert layout.rates(["fsdp"]) == (0, 0)
+    assert broken_laws(layout, sizes) == []
 
 
 @pytest.mark.parametrize("topology", ["2xv5p:2x2x1", "2xh100:4", "8xh100:1"])

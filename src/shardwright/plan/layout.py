@@ -108,8 +108,10 @@ class Layout:
         )
         if chip.domain:
             others = self.devices_inside(mesh_axes) - 1
-            links = chip.links if chip.switched else chip.links * others / (chip.domain - 1)
-            links = links if others else 0
+            # A domain may be one device, which has no others.
+            links = chip.links if others else 0
+            if others and not chip.switched:
+                links *= others / (chip.domain - 1)
         low, high = chip.link_rates
         return low * links, high * links
 
