@@ -271,3 +271,12 @@ def test_page_of_a_large_model_is_small(tmp_path: Path) -> None:
     modes = Counter(mode for each in data["candidates"] for mode in each["modes"])
     assert modes["train"] == modes["decode"] == 60
     assert len(text.encode()) < 2_000_000
+
+
+def test_the_batch_divides_over_each_mesh(tmp_path: Path) -> None:
+    model, out = tmp_path / "config.json", tmp_path / "page.html"
+    model.write_text(json.dumps({**CONFIG, "sliding_window": None}), encoding="utf-8")
+    words = f"open {model} --strategy fsdp --mode train --out {out} --mesh fsdp:2 --mesh fsdp:4"
+    assert main(shlex.split(words)) == 0
+    data = json.loads(Page(out.read_text(encoding="utf-8")).texts["data"])
+    assert "assumed: batch 4," in str(data["notes"])

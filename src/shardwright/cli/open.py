@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 from pathlib import Path
 
@@ -147,7 +148,9 @@ def _given(
         for strategy in arguments.strategy
         for mesh in arguments.mesh
     ]
-    variants = read_variants(arguments, settings[0].manager.mesh.size, notes)
+    # The batch of a `config.json` divides over the devices of each mesh.
+    devices = math.lcm(*(setting.manager.mesh.size for setting in settings))
+    variants = read_variants(arguments, devices, notes)
     modes = [
         mode
         for group in mode_groups(arguments, next(iter(variants.values()))).values()
