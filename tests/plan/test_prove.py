@@ -241,6 +241,22 @@ def test_values_of_constants_count(case: str) -> None:
     assert not prove(*map(lowered, sides), timeout=300).same
 
 
+def test_host_memory_counts() -> None:
+    mesh = sw.abstract_mesh("fsdp:2,tp:4")
+    preset = sw.Strategy.preset("fsdp_tp")
+    hosted = preset | sw.Strategy.loads(
+        '[memory]\nparams = "host"\n[[memory.tensors]]\nmatch = "gate"\nparams = "device"\n'
+    )
+    one, other = (
+        lower_program(sw.PartitionManager(each, mesh=mesh), Program(mlp, SHAPES, SPECS))
+        for each in (preset, hosted)
+    )
+    found = prove(one, other, timeout=60)
+    assert not found.same
+    assert found.what == "argument 0 up is in host memory on one side only"
+    assert prove(other, other, timeout=60).same
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("what", ["arguments", "results"])
 def test_mesh_axes_of_the_same_size_are_not_the_same(what: str) -> None:

@@ -135,6 +135,11 @@ def prove(
     Raises:
       ProgramError: A worker died or ran out of time, or the compiler cannot compile a program.
     """
+    # A program is exported as if all of its arguments were on the device.
+    hosted = [_on_host(each.decided) for each in (left, right)]
+    if hosted[0] != hosted[1]:
+        place = min(hosted[0] ^ hosted[1])
+        return Proof(same=False, what=f"{place} is in host memory on one side only")
     if left.exported == dataclasses.replace(right.exported, program=left.exported.program):
         return Proof(same=True)
     target = make_target(topology, platform=platform)
@@ -180,6 +185,15 @@ def _decided(
         request = equation.params["annotation"].request
         line = Path(_jax.source_line(equation)).name
         yield f"{request.path or ''} at {line}".strip(), manager.answer(request)
+
+
+def _on_host(decided: Sequence[tuple[str, Resolution | None]]) -> set[str]:
+    """Return the places of the arguments that live in host memory."""
+    return {
+        place
+        for place, resolution in decided
+        if place.startswith("argument ") and resolution is not None and resolution.on_host
+    }
 
 
 def _annotations(jaxpr: Any) -> Iterator[Any]:
