@@ -135,6 +135,8 @@ def test_what_has_no_sharding_is_refused() -> None:
         sw.visualize(P("fsdp"))
     with raises(sw.StrategyError, "sharding", fix="outside of jit"):
         jax.jit(sw.visualize)(jnp.zeros(8))
+    with raises(sw.StrategyError, "P('a', 'b')", "[8]", fix="2 sizes"):
+        sw.visualize(P("a", "b"), shape=(8,), mesh="a:2,b:2")
     failed = PM.explain(sw.HEAD, shape=(3,))
     with raises(sw.IndivisibleError, "tp=4", 3, fix="tp | -"):
         sw.visualize(failed)

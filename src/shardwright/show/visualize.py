@@ -236,6 +236,9 @@ def _of_spec(
     title = f"{name}{'  ->  ' if name else ''}{spec_text(spec)}"
     if shape is not None:
         shape = tuple(shape)
+        if len(over) > len(shape):
+            fix = f"pass shape= with {len(over)} sizes"
+            raise StrategyError(f"{spec_text(spec)} has more dims than {list(shape)}", fix=fix)
         on = NamedSharding(abstract_mesh(sizes), PartitionSpec(*(names or None for names in over)))
         whole = "" if name else f" of {list(shape)}".replace(", ", ",")
         block = str(list(on.shard_shape(shape))).replace(" ", "")
