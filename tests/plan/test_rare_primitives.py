@@ -96,3 +96,20 @@ def test_cumulative_operations_along_sharded_dims(name: str, axes: Axes) -> None
         return operation(jnp.sin(operation(x, axis=0)), axis=1, reverse=True)
 
     equals_xla(twice, ((16, 32), axes))
+
+
+def unpacked(x: Any, w: Any) -> Any:
+    """JAX 0.12 makes one primitive of `q, k = x`."""
+    q, k = lax.unstack(x)
+    return jnp.tanh(q * k) @ w
+
+
+def test_unpacked_array() -> None:
+    equals_xla(unpacked, ((2, 8, 64), (None, "dp", "tp")), ((64, 32), ("tp", None)))
+
+
+def test_unpacked_dim_that_is_sharded_is_a_doubt() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=sw.abstract_mesh("dp:2"))
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 8, 64), (64, 32)))
+    report = pm.plan(unpacked, x, w, specs=((sw.BATCH, sw.EMPTY, sw.EMPTY), (sw.EMPTY, sw.EMPTY)))
+    assert {choice.mesh_axis for choice in report.walked.choices} == {"dp"}

@@ -133,7 +133,7 @@ VIEWS: Final = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "bro
 CUTS: Final = frozenset(
     [
         *("concatenate", "dynamic_slice", "pad", "rev", "slice", "sort", "split", "stack", "tile"),
-        "top_k",
+        *("top_k", "unstack"),
     ]
 )
 # Every device can compute the result by itself.

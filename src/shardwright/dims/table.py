@@ -243,6 +243,14 @@ def stack(count: int, shape: DimSizes, axis: int) -> Correspondence:
 
 
 @functools.lru_cache(maxsize=4096)
+def unstack(shape: DimSizes, axis: int) -> Correspondence:
+    """Return how dims correspond if the rows of a dim become arrays. Each needs the dim whole."""
+    every = [(dim,) for dim in range(len(shape))]
+    rows = [every[:axis] + every[axis + 1 :]] * shape[axis]
+    return _made(shape, [every], rows, roles={axis: FactorRole.CHANGED})
+
+
+@functools.lru_cache(maxsize=4096)
 def dot_general(left: DimSizes, right: DimSizes, numbers: Any) -> Correspondence:
     """Return how the dims of a matmul correspond. Contracted dims are summed."""
     (left_sum, right_sum), (left_batch, right_batch) = numbers
@@ -414,6 +422,7 @@ _RULES: Final[Mapping[str, _CorrespondenceRule]] = {
         lambda old, new, _: cut(old, new),
     ),
     "stack": lambda old, new, p: stack(len(old), new[0], p["axis"] % len(new[0])),
+    "unstack": lambda old, _, p: unstack(old[0], p["axis"] % len(old[0])),
     "pad": lambda old, new, p: cut(
         old, new, tuple(dim for dim, edges in enumerate(p["padding_config"]) if any(edges))
     ),

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend import core
 
 from shardwright import _jax
+from shardwright.dims.primitives import REDUCTIONS, SCATTERS
 from shardwright.inference import control, elementwise, indexing, manual, matmuls, shapes
 from shardwright.inference.atoms import new_dims
 from shardwright.inference.constraints import is_candidate, numbered
@@ -20,16 +21,11 @@ from shardwright.inference.facts import Facts, Output
 from shardwright.inference.kernels import Kernels
 from shardwright.inference.step import ArrayFacts, InferenceStep
 
-# To add a primitive, write a function in one of the files above and a line here. A primitive
-# without a line contains a jaxpr, is elementwise, or has results with new dims.
+# To add a primitive, write a function in one of the files above and a line here. Most functions ask
+# `dims.table` which dims correspond. A primitive without a line contains a jaxpr, or is elementwise
+# if all its shapes are equal, or has results with new dims.
 RULES: Final[dict[str, Callable[[InferenceStep], list[ArrayFacts]]]] = {
-    **dict.fromkeys(
-        [
-            *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
-            "reduce",
-        ],
-        elementwise.reduction,
-    ),
+    **dict.fromkeys((*REDUCTIONS, "reduce"), elementwise.reduction),
     **dict.fromkeys(["argmax", "argmin"], indexing.arg_reduction),
     **dict.fromkeys(
         ["reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"],
@@ -40,10 +36,7 @@ RULES: Final[dict[str, Callable[[InferenceStep], list[ArrayFacts]]]] = {
         ["random_bits", "random_wrap", "random_seed", "random_fold_in", "random_split"],
         indexing.random,
     ),
-    **dict.fromkeys(
-        ["scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"],
-        indexing.scatter,
-    ),
+    **dict.fromkeys((*SCATTERS, "scatter-sub"), indexing.scatter),
     **dict.fromkeys(
         # psum_invariant is the psum of a `shard_map` that tracks varying axes. Older versions call
         # it psum2.
@@ -61,7 +54,7 @@ RULES: Final[dict[str, Callable[[InferenceStep], list[ArrayFacts]]]] = {
     "dynamic_update_slice": indexing.update_slice,
     "gather": indexing.gather,
     "iota": shapes.iota,
-    "pad": shapes.pad,
+    **dict.fromkeys(["pad", "tile"], shapes.pad),
     "ragged_dot_general": matmuls.ragged_dot,
     "scan": control.scan,
     "shard_map": manual.shard_map,

@@ -12,7 +12,14 @@ from jax.extend.core import Literal
 
 from shardwright import _jax
 from shardwright.dims.bodies import Runs, bodies
-from shardwright.dims.primitives import CONSTRAINTS, ELEMENTWISE, NAMES, REDUCTIONS, SCATTERS
+from shardwright.dims.primitives import (
+    CONSTRAINTS,
+    CUTS,
+    ELEMENTWISE,
+    NAMES,
+    REDUCTIONS,
+    SCATTERS,
+)
 from shardwright.plan.walk.entries import LOOPS, TEMPORARY, Buffer, Padded, Peak
 from shardwright.plan.walk.equations import called_jaxpr, live_equations, run_bodies
 from shardwright.plan.walk.fusion import roots
@@ -35,11 +42,7 @@ _CHEAP: Final = frozenset(
     }
 )
 # A compiler fuses these into their use if there is only one.
-_FUSED: Final = (
-    ELEMENTWISE
-    | _CHEAP
-    | {"slice", "pad", "concatenate", "rev", "dynamic_slice", "split", "stack", "tile"}
-)
+_FUSED: Final = ELEMENTWISE | _CHEAP | (CUTS - {"sort", "top_k"})
 # Expensive enough that XLA does not always compute them twice to save memory.
 _COSTLY: Final = frozenset(
     {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "pow"}
