@@ -392,6 +392,16 @@ def test_end_of_an_operation_is_no_operation(tmp_path: Path, report: PlanReport)
     assert us(found.compute) == us(found.matmuls) == pytest.approx(100)
 
 
+def test_another_platform_has_no_rates_of_the_chip(tmp_path: Path, report: PlanReport) -> None:
+    found = measured(tmp_path, report, [gpu(0)])
+    text = found.text()
+    assert f"jit_step: {RUNS} runs on 1 device, GPU, planned for v5e:2x2" in text
+    assert " of 197 TFLOP/s" not in text
+    assert {axis.peak for axis in found.axes} == {None}
+    with raises(sw.StrategyError, "GPUs", "v5e:2x2", fix="topology that ran"):
+        fitted_chip(found)
+
+
 def test_measured_rates_replace_those_of_the_chip(tmp_path: Path, report: PlanReport) -> None:
     found = measured(tmp_path, report, [tpu(0, OPS), tpu(1, LATE)])
     text = fitted_chip(found)

@@ -42,7 +42,9 @@ def summary_lines(profile: Profile) -> list[str]:
     """Return the program, and the time of one run and its parts."""
     runs = "1 run" if profile.runs == 1 else f"{profile.runs} runs"
     devices = "1 device" if profile.devices == 1 else f"{profile.devices} devices"
-    where = profile.report.layout.topology if profile.report.layout else profile.platform.upper()
+    where = profile.layout.topology if profile.layout else profile.platform.upper()
+    if profile.report.layout and not profile.layout:
+        where = f"{where}, planned for {profile.report.layout.topology}"
     planned = profile.report.time
     beside = (
         f"; planned {seconds_text(planned.low)} to {seconds_text(planned.high)}" if planned else ""
@@ -61,7 +63,7 @@ def summary_lines(profile: Profile) -> list[str]:
         f"  {parts}",
     ]
     if profile.flops_rate is not None:
-        chip = profile.report.layout.topology.chip if profile.report.layout else None
+        chip = profile.layout.topology.chip if profile.layout else None
         peak = f" of {chip.flops / 1e12:g}" if chip else ""
         rate = f"{profile.flops_rate / 1e12:.4g}{peak} TFLOP/s"
         lines.append(f"  matmuls {seconds_text(profile.matmuls)}: {rate} of the planned operations")

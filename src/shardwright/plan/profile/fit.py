@@ -19,12 +19,19 @@ def fitted_chip(profile: Profile) -> str:
     by collectives that send at least 1 MiB per run inside a slice.
 
     Raises:
-      StrategyError: The plan has no slice, or the profile measured no rate.
+      StrategyError: The plan has no slice, or one of another platform than the profile, or the
+        profile measured no rate.
     """
     layout = profile.report.layout
     if layout is None:
         raise StrategyError(
             "a plan without a slice has no chip to fit", fix="plan with a topology, such as v5e:2x4"
+        )
+    if profile.layout is None:
+        ran = profile.platform.upper()
+        raise StrategyError(
+            f"the profile is of {ran}s, and the plan is for {layout.topology}",
+            fix="plan with the topology that ran the program",
         )
     chip = layout.topology.chip
     cells: dict[str, dict[str, float]] = {}

@@ -27,7 +27,13 @@ from shardwright.plan.profile.recording import (
     count_partitions,
     read_recording,
 )
-from shardwright.plan.profile.result import LineTime, MeasuredAxis, MeasuredCollective, Profile
+from shardwright.plan.profile.result import (
+    LineTime,
+    MeasuredAxis,
+    MeasuredCollective,
+    Profile,
+    layout_on,
+)
 from shardwright.plan.verify.differences import compare_traffic
 from shardwright.plan.walk.events import Event
 
@@ -138,6 +144,7 @@ def profile_trace(
     devices = [_DeviceTime.make(operations, ops) for operations in timeline.values()]
     measured = _Measured(devices=devices, runs=runs)
     collectives = _collectives(measured, ops, report.events)
+    layout = layout_on(report, recording.platforms[name])
     return Profile(
         report=report,
         program=name,
@@ -151,7 +158,7 @@ def profile_trace(
             lambda device: total(each[1:] for each in device.computed if each.op in ops.matmuls)
         ),
         collectives=_most_first(collectives),
-        axes=_most_first(_axes(measured, collectives, report.events, report.layout)),
+        axes=_most_first(_axes(measured, collectives, report.events, layout)),
         lines=_most_first(_lines(measured, ops)),
         traffic=compare_traffic(
             report.events,

@@ -7,10 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright.plan.collectives.collective import Collective
+from shardwright.plan.layout import Layout
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.verify.differences import Sent
 from shardwright.plan.walk.events import Event
 from shardwright.vocabulary.shown import WIDTH, data_of, text_of
+
+
+def layout_on(report: PlanReport, platform: str) -> Layout | None:
+    """Return the layout of a plan if it is for a platform. Another one has other rates.
+
+    A program may be profiled on CPUs, and planned for TPUs.
+    """
+    layout = report.layout
+    return layout if layout and layout.topology.platform == platform else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +129,11 @@ class Profile:
     lines: tuple[LineTime, ...]
     traffic: tuple[Sent, ...]
     others: Mapping[str, float]
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the plan, or None if it has none for the platform of the program."""
+        return layout_on(self.report, self.platform)
 
     @property
     def idle(self) -> float:
