@@ -25,6 +25,7 @@ from shardwright.mesh.build import (
     abstract_mesh,
     arrange_devices,
     create_mesh,
+    default_dcn,
     mesh_axis_types,
     mesh_sizes,
     parse_mesh,
@@ -88,6 +89,26 @@ def test_only_the_dcn_axis_crosses_slices(
     actual = np.vectorize(lambda device: device.slice_index)(grid)
     expected = np.repeat(np.arange(slices), inner)[None, :, None]
     assert (actual == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "slices", "fix"),
+    [
+        ("fsdp:4,tp:32", 16, "dcn={'fsdp': 4, 'tp': 4}, or dcn.fsdp:4,dcn.tp:4"),
+        ("tp:128", 16, "dcn={'tp': 16}, or dcn.tp:16"),
+    ],
+)
+def test_the_axes_of_the_fix_cross_all_slices(mesh: str, slices: int, fix: str) -> None:
+    with raises(MeshSpecError, "not a multiple", 16, fix=fix):
+        default_dcn(parse_mesh(mesh), slices)
+    crossing = fix.rpartition(" ")[2]
+    assert math.prod(parse_mesh(f"{mesh},{crossing}").dcn) == slices
+
+
+def test_no_axes_that_cannot_cross_are_named() -> None:
+    with raises(MeshSpecError, fix="multiple of 16") as caught:
+        default_dcn(parse_mesh("fsdp:4,tp:2"), 16)
+    assert "dcn=" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["tp:8", "dp:1,tp:8", "sp:2,ep:4", "dp:3,tp:2,fsdp:1"])

@@ -364,11 +364,19 @@ def default_dcn(spec: MeshSpec, count: int) -> tuple[int, ...]:
         return tuple(parts.values())
     what = f"mesh {spec} over {count} slices: the product of {', '.join(_SLICE_AXES)} is "
     rule = "tensor, sequence and expert axes cross slices only if dcn names them: "
-    fix = f"make dp or fsdp a multiple of {count}, or write which axis crosses, as in "
+    fix = f"make dp or fsdp a multiple of {count}"
+    for axis, size in sizes.items():
+        part = math.gcd(size // parts[axis], rest)
+        parts[axis] *= part
+        rest //= part
+    if rest == 1:
+        crossing = {axis: part for axis, part in parts.items() if part > 1}
+        texts = ",".join(f"dcn.{axis}:{part}" for axis, part in crossing.items())
+        fix = f"{fix}, or write which axes cross: dcn={crossing}, or {texts} in the text of a mesh"
     raise MeshSpecError(
         f"{what}not a multiple of {count}",
         rule=f"{rule}the network between slices is slow",
-        fix=f"{fix}dcn={{{spec.names[0]!r}: {count}}}",
+        fix=fix,
     )
 
 
