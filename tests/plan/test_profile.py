@@ -415,6 +415,8 @@ def test_measured_rates_replace_those_of_the_chip(tmp_path: Path, report: PlanRe
     chip = read_hardware(str(file))["v5e"]
     assert chip.link_rates == pytest.approx((rate * 1e9, rate * 1e9), rel=1e-3)
     assert chip.hbm_rate == read_hardware()["v5e"].hbm_rate
+    named = fitted_chip(dataclasses.replace(found, program='a" }\n[v5p]\n\x7f\\'))
+    assert list(tomllib.loads(named)) == ["v5e"]
     nothing = dataclasses.replace(found, collectives=(), matmuls=0.0)
     with raises(sw.StrategyError, "1 MiB", fix="larger"):
         fitted_chip(nothing)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 from typing import Final
 
-from shardwright.errors import StrategyError
+from shardwright.errors import StrategyError, visible
 from shardwright.plan.profile.result import Profile
 
 # A collective that sends less may take as long as the latency of its hops.
@@ -56,10 +57,12 @@ def fitted_chip(profile: Profile) -> str:
             "the profile has no matmuls of the plan, and no collective of 1 MiB or more",
             fix="record a larger program",
         )
-    source = f"profile of {profile.program}, {profile.runs} runs on {layout.topology}"
+    # The name of a program is in a file, and may have quotes.
+    source = visible(f"profile of {profile.program}, {profile.runs} runs on {layout.topology}")
+    quoted = json.dumps(source, ensure_ascii=False)
     date = dt.datetime.now(dt.UTC).date().isoformat()
     lines = [f"[{chip.name}]"]
     for key, numbers in cells.items():
         values = "".join(f"{name} = {value:.4g}, " for name, value in numbers.items())
-        lines.append(f'{key} = {{ {values}source = "{source}", date = "{date}" }}')
+        lines.append(f'{key} = {{ {values}source = {quoted}, date = "{date}" }}')
     return "\n".join(lines) + "\n"
