@@ -272,6 +272,18 @@ def test_batch_may_leave_pp_out_or_first() -> None:
         blocks.assert_close(got, wanted)
 
 
+def test_a_training_step_has_a_plan() -> None:
+    with manager("pp:2,fsdp:4") as pm:
+        specs = transformer_block.specs(DENSE)
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), specs)
+        x = jax.ShapeDtypeStruct(X.shape, X.dtype)
+        f = blocks.total(lambda params, x: transformer_block.apply(DENSE, params, x)[0])
+        step = jax.value_and_grad(f, has_aux=True)
+        plan = pm.plan(step, shapes, x, specs=(specs, (sw.BATCH, sw.LENGTH, sw.EMBED)))
+    assert not plan.walked.complete  # it says that it does not count what a stage sends
+    assert any(event.kind is Kind.PERMUTE for event in plan.events)
+
+
 def test_refusals() -> None:
     params, x = PARAMS["dense"], X
     stack = functools.partial(transformer_block.apply, DENSE)
