@@ -272,6 +272,25 @@ def test_batch_may_leave_pp_out_or_first() -> None:
         blocks.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_a_call_may_be_eager(kind: str) -> None:
+    def layer(w: Any, x: Any, inputs: Any) -> Any:
+        return x + inputs.per_layer * jnp.tanh(x @ w), None
+
+    spec = sw.ArraySpec((16, 16), jnp.float32, (sw.EMBED, sw.EMPTY))
+    with manager("pp:2,fsdp:2", repeats=2, kind=kind) as pm:
+        specs = sw.stack_specs(spec, 4, repeats=2)
+        w = pm.shard(np.full(specs.shape, 0.1, np.float32), specs, role="param")
+        x = pm.shard(X[:, 0], sw.BATCH, sw.EMPTY)
+
+        def total(w: Any, x: Any, scales: Any) -> Any:
+            return jnp.sum(sw.pipeline(layer, w, x, specs=specs, per_layer=scales)[0] ** 2)
+
+        step = jax.value_and_grad(total, (0, 1, 2))
+        arrays = (w, x, jnp.arange(4.0))
+        blocks.assert_close(step(*arrays), jax.jit(step)(*arrays))
+
+
 def test_a_training_step_has_a_plan() -> None:
     with manager("pp:2,fsdp:4") as pm:
         specs = transformer_block.specs(DENSE)

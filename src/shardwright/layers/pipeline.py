@@ -120,11 +120,19 @@ def pipeline(
             'none" under [pipeline]',
         )
     cut = microbatches_of(manager, jax.tree.leaves(x)[0].shape[0])
-    parts = jax.tree.map(cut.split, (x, streamed, rows))
     stack = _Stack(layer=layer, settings=settings, cut=cut, lead=lead)
-    run = stack.one_after_another if cut.stages == 1 else stack.over_stages
-    results, outputs = run(params, inputs, parts)
-    return jax.tree.map(cut.join, results), outputs
+
+    # JAX runs a `shard_map` over some of the mesh axes only inside of a `jit`.
+    @jax.jit
+    def run(params: Any, x: Any, keys: Any, rows: Any, streamed: Any, per_layer: Any) -> Any:
+        parts = jax.tree.map(cut.split, (x, streamed, rows))
+        inputs = LayerInputs(number=None, keys=keys, rows=None, streamed=None, per_layer=per_layer)
+        each = stack.one_after_another if cut.stages == 1 else stack.over_stages
+        results, outputs = each(params, inputs, parts)
+        return jax.tree.map(cut.join, results), outputs
+
+    x, outputs = run(params, x, keys, rows, streamed, per_layer)
+    return x, outputs
 
 
 def _lead(params: Any, specs: Any, repeats: int) -> tuple[int, ...]:
