@@ -135,6 +135,13 @@ def pipeline(
     return x, outputs
 
 
+def ambient_pipeline() -> Pipeline | None:
+    """Return `[pipeline]` of the ambient manager's strategy, if it runs microbatches in stages."""
+    manager: PartitionManager | None = context.current()
+    settings = None if manager is None else manager.rules.pipeline
+    return settings if settings is not None and settings.runs else None
+
+
 def _lead(params: Any, specs: Any, repeats: int) -> tuple[int, ...]:
     """Return the leading dims that count layers.
 

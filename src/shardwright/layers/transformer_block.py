@@ -38,12 +38,11 @@ from shardwright.layers.inputs import (
 from shardwright.layers.mlp_block import MlpConfig
 from shardwright.layers.moe import MoEState
 from shardwright.layers.moe_block import MoEBlockConfig
-from shardwright.layers.pipeline import LayerInputs, pipeline
+from shardwright.layers.pipeline import LayerInputs, ambient_pipeline, pipeline
 from shardwright.layers.placement import RESIDUAL, check_residual, path_of, place
 from shardwright.layers.rope import RopeFrequencies
 from shardwright.manager import context
 from shardwright.manager.remat import remat_policy as manager_policy
-from shardwright.resolution.pipeline import Pipeline
 from shardwright.resolution.rules import SavedActivations
 from shardwright.trees.initialize import stack_specs
 from shardwright.vocabulary.axes import Memory
@@ -246,7 +245,7 @@ def specs(config: TransformerConfig) -> list[Any]:
     Raises:
       IndivisibleError: The repeats of the pipeline do not divide the layers.
     """
-    count, pipelined = _trees_of(config), _pipeline()
+    count, pipelined = _trees_of(config), ambient_pipeline()
     repeats = 1 if pipelined is None else pipelined.repeats
     shared = {"attention": attention_block.specs(config.attention)}
     if config.cross is not None:
@@ -292,7 +291,7 @@ def unstack(
     _check_trees(specs(config), params, None)
     if not config.scan:
         return config, list(params)
-    if (pipelined := _pipeline()) is not None and pipelined.repeats > 1:
+    if (pipelined := ambient_pipeline()) is not None and pipelined.repeats > 1:
         # [repeats, layers / repeats, ...] has the layers in order.
         params = jax.tree.map(
             lambda leaf: leaf.reshape(config.trips, *leaf.shape[2:]), list(params)
@@ -310,13 +309,6 @@ def _of_layer(config: TransformerConfig, trees: Sequence[Any], number: int) -> A
     if trip == config.trips:  # after the scan
         return trees[config.period + tree]
     return jax.tree.map(lambda leaf: leaf[trip], trees[tree])
-
-
-def _pipeline() -> Pipeline | None:
-    """Return `[pipeline]` of the ambient manager's strategy, if it runs microbatches in stages."""
-    manager = context.current()
-    pipelined = None if manager is None else manager.rules.pipeline
-    return pipelined if pipelined is not None and pipelined.runs else None
 
 
 def unstack_state(config: TransformerConfig, state: StackState) -> StackState:
@@ -502,7 +494,7 @@ def _scan(
         streamed=encoded,
         per_layer=per_layer,
     )
-    if _pipeline() is None:
+    if ambient_pipeline() is None:
         moe_states, seen = jax.tree.map(lambda leaf: leaf[0], (moe_states, seen))
     else:
         moe_states = list(map(_over_microbatches, moe_states))
@@ -658,7 +650,7 @@ def _check_state(config: TransformerConfig, state: Any) -> None:
 
 def _check_pipeline(config: TransformerConfig, state: StackState) -> None:
     """Refuse what does not run in the stages of a pipeline, if the strategy has one."""
-    if (pipelined := _pipeline()) is None:
+    if (pipelined := ambient_pipeline()) is None:
         return
     off = 'write schedule = "none" under [pipeline]'
     rest = config.layers % config.period

@@ -21,7 +21,9 @@ from shardwright.interop.hf import programs, read_config
 from shardwright.interop.hf.config import DEFAULTS
 from shardwright.interop.hf.families import FAMILIES
 from shardwright.interop.hf.model.decoder import decoder_specs
+from shardwright.plan.collectives import Kind, read_collectives
 from shardwright.plan.walk.ledger import LAYOUT_FIXES
+from shardwright.testing import cpu_mesh
 from tests.raising import Facts, facts, raises
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -529,3 +531,53 @@ def test_weights_of_images_and_text_are_refused(tmp_path: Path) -> None:
     ) as caught:
         hf.read(tmp_path)
     assert "AutoModelForCausalLM.from_config(whole.config.text_config)" in caught.value.fix
+
+
+def in_stages(schedule: str, repeats: int, *, mode: str) -> sw.PartitionManager:
+    table = {"schedule": schedule, "microbatches": 4, "repeats": repeats}
+    strategy = sw.Strategy.preset("fsdp_pp") | sw.Strategy(pipeline=table)
+    return sw.PartitionManager(strategy, mesh=cpu_mesh("pp:2,fsdp:2"), mode=mode)
+
+
+def test_layers_run_in_the_stages_of_a_pipeline(tmp_path: Path) -> None:
+    changes = {"num_hidden_layers": 4, "sliding_window": 4}
+    sizes = read_config(small_config(CONFIGS / "gemma-2-9b.json", tmp_path, **changes))
+    made = programs(sizes, batch=16, length=8)
+    model = made["train"].function.__self__  # type: ignore[attr-defined]
+    specs = decoder_specs(sizes, stacked=True)
+    params = draw(specs)
+    tokens = jax.random.randint(jax.random.key(1), (16, 8), 0, sizes.vocab)
+
+    def total(params: Any, tokens: Any) -> Any:
+        y = model.end(params, model.scanned(params["layers"], model.start(params, tokens)))
+        return jnp.sum(jnp.sin(y) * jnp.arange(y.shape[-1]))
+
+    step = jax.jit(jax.value_and_grad(total))
+    wanted = step(params, tokens)
+    with in_stages("gpipe", 1, mode="train") as pm:
+        stored = pm.shard(params, specs, role="param")
+        program = step.lower(stored, pm.shard(tokens, sw.BATCH, sw.QUERY_LENGTH)).compile()
+        got = program(stored, pm.shard(tokens, sw.BATCH, sw.QUERY_LENGTH))
+    for own, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-4 * float(np.abs(other).max()))
+    kinds = {each.kind for each in read_collectives(program, pm.mesh) if "pp" in each.mesh_axes}
+    assert Kind.PERMUTE in kinds
+
+
+def test_what_no_stage_runs_is_refused(tmp_path: Path) -> None:
+    sizes = read_config(small_config(CONFIGS / "llama-3-8b.json", tmp_path, num_hidden_layers=4))
+    made = programs(sizes, batch=16, length=8)
+    line = "fsdp_pp.toml:34"
+    with (
+        in_stages("circular", 2, mode="train"),
+        raises(sw.LayerError, "repeats = 2", path="layers", rule=line, fix="gpipe"),
+    ):
+        jax.eval_shape(made["train"].function, *made["train"].shapes)
+    for mode in ("prefill", "decode"):
+        with (
+            in_stages("gpipe", 1, mode=mode),
+            raises(sw.LayerError, "gpipe", path="layers", rule=line, fix='schedule = "none"'),
+        ):
+            jax.eval_shape(made[mode].function, *made[mode].shapes)
+        with in_stages("none", 1, mode=mode):
+            jax.eval_shape(made[mode].function, *made[mode].shapes)

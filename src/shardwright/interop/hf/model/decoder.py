@@ -17,20 +17,30 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from shardwright.caches.base import KVCache
-from shardwright.errors import StrategyError, did_you_mean
+from shardwright.errors import LayerError, StrategyError, did_you_mean
 from shardwright.interop.hf.model import latent
 from shardwright.interop.hf.model.latent import LatentConfig
 from shardwright.interop.hf.model.sizes import Sizes, Stack
 from shardwright.layers import attention_block, embedding, loss, mlp_block, moe, moe_block, norm
 from shardwright.layers.moe_block import MoEBlockConfig
+from shardwright.layers.pipeline import LayerInputs, ambient_pipeline, pipeline
 from shardwright.layers.placement import RESIDUAL, place, use
 from shardwright.layers.transformer_block import REMAT, remat_policy
+from shardwright.manager import context
 from shardwright.manager.einsum import einsum
 from shardwright.plan.planner import Program
 from shardwright.trees.initialize import stack_specs
 from shardwright.trees.optimizer_state import annotate_state
 from shardwright.vocabulary.annotations import ArraySpec
-from shardwright.vocabulary.axes import BATCH, EMBED, EMPTY, EXPERT_GATE, QUERY_LENGTH, VOCAB
+from shardwright.vocabulary.axes import (
+    BATCH,
+    EMBED,
+    EMPTY,
+    EXPERT_GATE,
+    LAYERS,
+    QUERY_LENGTH,
+    VOCAB,
+)
 
 TOKENS = (BATCH, QUERY_LENGTH)
 LAST = (BATCH, EMPTY, VOCAB)  # logits of the last token
@@ -152,15 +162,34 @@ class Decoder:
         return norm.apply(stack.norm_after, use(w[name], own), added)
 
     def scanned(self, params: Any, x: Any) -> Any:
-        """Return the residual after all layers, whose parameters are stacked."""
+        """Return the residual after all layers, whose parameters are stacked.
+
+        Raises:
+          LayerError: The strategy has a circular pipeline.
+        """
+        settings = ambient_pipeline()
+        if settings is not None and settings.repeats > 1:
+            raise LayerError(
+                f"[pipeline] has repeats = {settings.repeats}, and the parameters of this decoder "
+                "have one dim of layers",
+                path="layers",
+                rule=_rule_of_layers(),
+                fix='write schedule = "gpipe" under [pipeline], without repeats',
+            )
         trees = iter(params)
         for stack in self.sizes.stacks:
             trips, rest = divmod(stack.layers, stack.period)
             if trips:
-                step = functools.partial(self.trained, stack)
-                x, _ = jax.lax.scan(step, x, list(itertools.islice(trees, stack.period)))
+                own = list(itertools.islice(trees, stack.period))
+                stacked = [stack_specs(stack_specs_of(stack), trips)] * stack.period
+                step = functools.partial(self.trip, stack)
+                x, _ = pipeline(step, own, x, specs=stacked)
             x, _ = self.trained(stack, x, list(itertools.islice(trees, rest)), is_scan=False)
         return x
+
+    def trip(self, stack: Stack, trees: list[Any], x: Any, _: LayerInputs) -> tuple[Any, None]:
+        """Return the residual after a pattern that is scanned."""
+        return self.trained(stack, x, trees)
 
     def trained(
         self, stack: Stack, x: Any, trees: list[Any], *, is_scan: bool = True
@@ -230,7 +259,20 @@ class Decoder:
     def appended(
         self, params: Any, caches: Any, tokens: Any, valid: Any = None
     ) -> tuple[Any, list[Any]]:
-        """Return the residual after the last layer, and the caches after the append."""
+        """Return the residual after the last layer, and the caches after the append.
+
+        Raises:
+          LayerError: The strategy has a pipeline, whose stages have no caches.
+        """
+        if (settings := ambient_pipeline()) is not None:
+            raise LayerError(
+                f'schedule = "{settings.schedule}" runs stacked layers, and those with caches are '
+                "not stacked: each device would hold all of them",
+                path="layers",
+                rule=_rule_of_layers(),
+                fix='write schedule = "none" under [pipeline], or serve under a strategy without '
+                "pp; plan training by --mode train",
+            )
         x = self.start(params, tokens)
         written = []
         # All layers have the same lengths, so rotary positions are computed once, not once a layer.
@@ -340,6 +382,13 @@ class Decoder:
             caches.append(cache)
             axes.append(own)
         return caches, axes
+
+
+def _rule_of_layers() -> str:
+    """Return the rule that stores layers, and where it is written."""
+    manager = context.current()
+    assert manager is not None  # there is a pipeline
+    return str(manager.explain(LAYERS, role="param").decisions[0].rule)
 
 
 def _shapes(specs: Mapping[str, Any]) -> Any:
