@@ -197,3 +197,31 @@ def test_what_it_refuses() -> None:
         raises(sw.IndivisibleError, "sp=8", 12),
     ):
         sw.linear_scan(a[:, :12], x[:, :12], *AXES)
+
+
+def test_the_first_coefficient_is_not_read() -> None:
+    a, x, _ = inputs()
+    expected = loop(a, x, 1).real
+    a = a.at[:, 0].set(jnp.inf)
+    with sw.PartitionManager(STRATEGY, mesh=cpu_mesh("sp:8")):
+        h, of_x = jax.vjp(lambda x: sw.linear_scan(a, x, *AXES), x)
+    np.testing.assert_allclose(h, expected, rtol=1e-5, atol=1e-5)
+    assert bool(jnp.isfinite(of_x(h)[0]).all())
+
+
+def test_an_empty_length_has_no_states() -> None:
+    a, x, _ = inputs(shape=(4, 0, 6))
+    for mesh in ("dp:2", "sp:8"):
+        with sw.PartitionManager(STRATEGY, mesh=cpu_mesh(mesh)):
+            h, pull = jax.vjp(lambda a, x: sw.linear_scan(a, x, *AXES), a, x)
+        assert [each.shape for each in (h, *pull(h))] == [(4, 0, 6)] * 3
+
+
+def test_dtypes_that_cannot_hold_the_states() -> None:
+    a, x, _ = inputs()
+    with raises(sw.LayerError, "int32", path="x", fix="x.astype(jnp.float32)"):
+        sw.linear_scan(a, x.astype(jnp.int32), *AXES)
+    with raises(sw.LayerError, "bool", path="a", fix="a.astype(jnp.float32)"):
+        sw.linear_scan(a > 0, x, *AXES)
+    with raises(sw.LayerError, "complex64", "float32", path="x", fix="x.astype(a.dtype)"):
+        sw.linear_scan(a.astype(jnp.complex64), x, *AXES)

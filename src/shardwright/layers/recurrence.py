@@ -63,7 +63,8 @@ class _LinearScan:
         before = jax.lax.axis_index(self.over) + (1 if self.reverse else -1)
         is_first = (before < 0) | (before >= len(left))
         entering = jnp.where(is_first, 0, left[jnp.clip(before, 0, len(left) - 1)])
-        return h + product * entering, entering
+        # The state of the first shard is 0, and the recurrence never reads its first coefficient.
+        return jnp.where(is_first, h, h + product * entering), entering
 
     def _end(self, array: jax.Array) -> jax.Array:
         """Return the element at which the scan leaves, with a length of 1."""
@@ -104,6 +105,7 @@ def linear_scan(a: Any, x: Any, *axes: Any, reverse: bool = False) -> Any:
     Raises:
       RankMismatchError: The shapes differ.
       LayerError: No dim, or several, are a length; or the length is in a composite or merged dim.
+        Or the dtype of `x` cannot hold the states, or `a` has integers.
       ShardingError: The annotation does not resolve.
 
     >>> import shardwright as sw
@@ -116,13 +118,29 @@ def linear_scan(a: Any, x: Any, *axes: Any, reverse: bool = False) -> Any:
         what = f"a has shape {np.shape(a)}, and x has shape {shape}"
         raise RankMismatchError(what, path="a", fix="pass jnp.broadcast_to(a, x.shape)")
     annotation = read_annotation(axes)
+    a, x = jnp.asarray(a), jnp.asarray(x)
+    _check_dtypes(a, x)
     scan = _planned(annotation, shape, reverse)
+    if not shape[scan.dim]:
+        return x
     # Over Explicit mesh axes, and inside another shard_map, a cotangent must have the type of its
     # argument. So the arguments get their types outside of the custom_vjp.
-    a, x = _jax.vary_together((jnp.asarray(a), jnp.asarray(x)))
+    a, x = _jax.vary_together((a, x))
     if scan.mesh is not None:
         a, x = place_for_shard_map((a, x), (scan.spec, scan.spec), mesh=scan.mesh)
     return _linear_scan(scan, a, x)
+
+
+def _check_dtypes(a: jax.Array, x: jax.Array) -> None:
+    """Refuse dtypes whose states or gradients would lose a fraction or an imaginary part."""
+    for name, array in (("a", a), ("x", x)):
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            what = f"{name} has dtype {array.dtype}, and the states have fractions"
+            raise LayerError(what, path=name, fix=f"pass {name}.astype(jnp.float32)")
+    is_complex = [jnp.issubdtype(array.dtype, jnp.complexfloating) for array in (a, x)]
+    if is_complex == [True, False]:
+        what = f"a has dtype {a.dtype}, and x of dtype {x.dtype} cannot hold complex states"
+        raise LayerError(what, path="x", fix="pass x.astype(a.dtype)")
 
 
 def _planned(annotation: Any, shape: tuple[int, ...], reverse: bool) -> _LinearScan:
