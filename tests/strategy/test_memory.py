@@ -169,6 +169,14 @@ def test_schema_has_memory() -> None:
             facts("value", "gpu", path="<toml>:2 modes.decode.memory.params", fix="host"),
         ),
         (
+            '[modes.decode.memory]\nparms = "host"\n',
+            facts("key", path="<toml>:2 modes.decode.memory.parms", fix="mean 'params'"),
+        ),
+        (
+            '[[memory.tensors]]\nmatch = "a"\nactivations = "host"\n',
+            facts("key", path="<toml>:3 memory.tensors.0.activations", fix="remove"),
+        ),
+        (
             '[[memory.tensors]]\nmatch = "("\nstate = "host"\n',
             facts("expression", path="<toml>:2 memory.tensors.0.match", fix="re"),
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from shardwright.errors import Problem, did_you_mean
 from shardwright.resolution.rules import OWN_ATTENTION
@@ -125,7 +125,14 @@ def _fix_for_text(value: Any, path: KeyPath) -> str:
 
 
 def _known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:
-    table = model.model_fields.get(path[0])
-    if len(path) == 1 or table is None:
-        return list(model.model_fields)
-    return list(getattr(table.annotation, "model_fields", {}))
+    """Return the keys of the innermost table in which the last part of a path is a key."""
+    table: Any = model
+    for part in path[:-1]:
+        field = table.model_fields.get(part)
+        if field is None:  # a number of an entry, or a name of a mode
+            continue
+        forms = (field.annotation, *get_args(field.annotation))
+        table = next((form for form in forms if hasattr(form, "model_fields")), None)
+        if table is None:
+            return []
+    return list(table.model_fields)
