@@ -121,6 +121,25 @@ def test_updates_of_another_dtype() -> None:
     np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-6)
 
 
+def test_moments_of_a_scalar_parameter() -> None:
+    """They belong to the scalar, and the count of steps belongs to every group."""
+    specs = {
+        "scale": sw.ArraySpec((), jnp.float32, ()),
+        "stack": sw.ArraySpec((LAYERS, 8, 8), jnp.float32, (sw.LAYERS, sw.EMBED, sw.EMPTY)),
+    }
+    params = {"scale": jnp.float32(2.0), "stack": jnp.ones((LAYERS, 8, 8))}
+    grads = {"scale": jnp.float32(0.5), "stack": jnp.cos(jnp.arange(LAYERS * 64.0))}
+    grads["stack"] = grads["stack"].reshape(LAYERS, 8, 8)
+    tx = optax.adam(0.1)
+    expected, expected_state = tx.update(grads, tx.init(params))
+    pm = make_manager(state="host")
+    optimizer = sw.offloaded(tx, specs)
+    with pm:
+        state = pm.init_state(optimizer, pm.shard(params, specs, role="param"), specs)
+        found, state = jax.jit(optimizer.update)(grads, state)
+    assert_equal_training((found, state.inner), [], (expected, expected_state), [])
+
+
 @pytest.mark.parametrize(
     ("optimizer", "says"),
     [

@@ -255,11 +255,13 @@ def annotate_state(
             (annotation for pattern, annotation in patterns if pattern.search(text)), None
         )
         # Overrides come first, so they can also annotate an array that would follow a parameter.
-        if override is not None or np.shape(leaf) == ():
-            followers.append(Follower(path=text, override=() if override is None else override))
+        if override is not None:
+            followers.append(Follower(path=text, override=override))
             continue
         found = [search.follow(tuple(path), np.shape(leaf)) for search in searches]
         followed = [each for each in found if isinstance(each, Follower)]
+        if not followed and np.shape(leaf) == ():
+            followed = [Follower(path=text, override=())]
         followers += followed[:1]
         if not followed and isinstance(found[0], Problem):
             problems.append(found[0])
