@@ -106,6 +106,8 @@ def test_policy_for_a_model_of_ones_own() -> None:
     pm = make_manager(saved={"hidden": "host", "other": "device"})
     policy = pm.remat_policy("named")
     assert policy is pm.remat_policy("named")
+    with raises(sw.StrategyError, "['named']", fix='pm.remat_policy("a", "b")'):
+        pm.remat_policy(["named"])  # type: ignore[arg-type]
 
     def layer(x: Any) -> Any:
         for name in ("hidden", "named", "other", "unknown"):

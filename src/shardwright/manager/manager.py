@@ -520,7 +520,8 @@ class PartitionManager(Manager):
           *names: Names that the function gives to values by `jax.ad_checkpoint.checkpoint_name`.
 
         Raises:
-          StrategyError: A value lives on the host, and the backend has no memory there.
+          StrategyError: A value lives on the host, and the backend has no memory there. Or a name
+            is not text.
         """
         return remat.remat_policy(self, names)
 

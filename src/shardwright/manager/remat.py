@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from shardwright.errors import StrategyError
 from shardwright.manager.core import Manager
 from shardwright.manager.memory import DEVICE, host_kind
 from shardwright.vocabulary.axes import Memory
@@ -21,7 +22,14 @@ def remat_policy(manager: Manager, names: Iterable[str] = (), *, dots: bool = Fa
       manager: Its rules of `[memory]` say where the values live, and name more of them.
       names: Names of `checkpoint_name`.
       dots: Whether matmuls without batch dims are saved too.
+
+    Raises:
+      StrategyError: A name is not text, or the backend has no memory for a rule.
     """
+    for name in (names := tuple(names)):
+        if not isinstance(name, str):
+            what = f"the name {name!r} is not text"
+            raise StrategyError(what, fix='write pm.remat_policy("a", "b"), one argument per name')
     saved = manager.rules.saved
     every = tuple(dict.fromkeys([*names, *(name for name, _ in saved.names)]))
     # The same policy each time, because JAX traces again for another function.
