@@ -62,6 +62,13 @@ def test_plan_equals_the_compiled_step() -> None:
     assert weights.per_device * 4 == weights.total
 
 
+def test_a_plan_names_the_policy_that_stored_a_gathered_weight() -> None:
+    pm = sw.PartitionManager(ANY_DIM, mesh=sw.abstract_mesh("fsdp:8"), mode="train")
+    gathers = [event for event in planned(pm).events if str(event.kind) == "all_gather"]
+    assert gathers
+    assert {rule for event in gathers for rule in event.rules} == {'largest_dim = "fsdp | -"'}
+
+
 def test_a_plan_says_why_a_weight_is_replicated() -> None:
     small = ANY_DIM | sw.Strategy(policy={"largest_dim_min_size": 10**9})
     pm = sw.PartitionManager(small, mesh=sw.abstract_mesh("fsdp:8"), mode="train")

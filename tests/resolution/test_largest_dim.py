@@ -151,7 +151,7 @@ def test_parts_follow_the_whole_weight() -> None:
     scales = scale_axes((sw.EMBED, sw.NORM), (16, 32), scale_shape=(16, 8))
     assert explain(scales, (16, 8)).spec == P(None, "fsdp")
     few = scale_axes((sw.EMBED, sw.NORM), (16, 32), scale_shape=(16, 2))
-    with raises(sw.IndivisibleError, 2, "fsdp"):
+    with raises(sw.IndivisibleError, 2, "fsdp", rule="largest_dim"):
         explain(few, (16, 2)).require()
 
 

@@ -445,6 +445,16 @@ def walk(
             dims.insert(at, KEEP)
         return dataclasses.replace(value, dims=tuple(dims))
 
+    def written(decision: DimDecision, axis: str) -> str:
+        ref, policy = decision.rule, manager.rules.policy
+        for added, rule in (
+            (decision.largest_dim, policy.largest_dim),
+            (decision.zero1, policy.zero1),
+        ):
+            if rule is not None and axis in added:
+                ref = rule.ref
+        return "" if ref is None else ref.written
+
     def resolved(request: ShardingRequest, strict: bool, source: str) -> ShardedValue:
         # The trace holds its requests, so no id is used twice.
         key = id(request)
@@ -465,7 +475,7 @@ def walk(
         origins = {
             axis: Origin(
                 axis=decision.label,
-                rule="" if decision.rule is None else decision.rule.written,
+                rule=written(decision, axis),
                 source=source,
                 path=path,
             )

@@ -82,7 +82,7 @@ def take_part(
             decisions.append(DimDecision(dim=position, label="", size=size, outcome=Outcome.EMPTY))
             continue
         decision = dataclasses.replace(whole.decisions[of], dim=position, size=size)
-        decision, problem = _followed(decision, part.shape[of], fits, policy.indivisible)
+        decision, problem = _followed(decision, part.shape[of], fits, policy)
         decisions.append(decision)
         if problem is not None:
             problems.append(dataclasses.replace(problem, path=path or ""))
@@ -94,7 +94,7 @@ def take_part(
 
 
 def _followed(
-    decision: DimDecision, whole: int, fits: Fits, policy: Indivisible
+    decision: DimDecision, whole: int, fits: Fits, policy: Policy
 ) -> tuple[DimDecision, Problem | None]:
     """Return the decision of one dim of a part, and a problem or None.
 
@@ -103,7 +103,7 @@ def _followed(
         the part's dim.
       whole: Size of the dim that is followed.
       fits: Tells whether a size divides over mesh axes.
-      policy: What to do if it does not.
+      policy: What to do if it does not, and the rule of a dim that `largest_dim` sharded.
     """
     size: Any = decision.size
     failed = dataclasses.replace(decision, outcome=Outcome.FAILED, mesh_axes=())
@@ -120,9 +120,9 @@ def _followed(
             axis=decision.label,
             fix="write the size as a multiple, such as 8*b, or annotate the dim EMPTY",
         )
-    if policy is Indivisible.ERROR:
-        return failed, _split_block(decision, whole)
-    return _shortened(decision, fits, policy), None
+    if policy.indivisible is Indivisible.ERROR:
+        return failed, _split_block(decision, whole, policy)
+    return _shortened(decision, fits, policy.indivisible), None
 
 
 def _part_notes(whole: Resolution, part: PartOf) -> tuple[str, ...]:
@@ -147,7 +147,10 @@ def _shortened(decision: DimDecision, fits: Fits, policy: Indivisible) -> DimDec
     return dataclasses.replace(decision, outcome=_SHORTENED[policy], mesh_axes=best)
 
 
-def _split_block(decision: DimDecision, whole: int) -> Problem:
+def _split_block(decision: DimDecision, whole: int, policy: Policy) -> Problem:
+    rule = decision.rule
+    if decision.largest_dim and policy.largest_dim is not None:
+        rule = policy.largest_dim.ref
     size, over = decision.size or 0, "+".join(decision.mesh_axes)
     blocks = f"size {size} (of {whole})"
     if size and whole % size == 0:
@@ -159,6 +162,6 @@ def _split_block(decision: DimDecision, whole: int) -> Problem:
         axis=decision.label,
         size=size,
         mesh_axes=decision.mesh_axes,
-        rule="" if decision.rule is None else str(decision.rule),
+        rule="" if rule is None else str(rule),
         fix="choose a block size whose number of blocks divides, or annotate the dim EMPTY",
     )
