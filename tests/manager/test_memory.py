@@ -249,3 +249,6 @@ def test_a_plan_refuses_what_it_does_not_count() -> None:
             specs=(sw.annotate_state(state["moments"], SPECS),),
             holds=("optimizer",),
         )
+    with raises(sw.StrategyError, "argument", fix="[memory]") as caught, pm:
+        pm.plan(lambda moments: moments, pm.abstract_state(OPTIMIZER, SPECS))
+    assert "that line" not in str(caught.value), "the error names no line"

@@ -338,12 +338,14 @@ def _check_on_device(manager: Manager, traced: Trace) -> None:
             what, path, rule = "the array is in host memory", found.path, found.memory
             break
         if isinstance(given, NamedSharding) and is_host(given.memory_kind):
-            what = "an argument is in host memory"
+            what, path, rule = "an argument is in host memory", "", None
             break
     if what:
-        fix = 'plan it on the device: write "device" in that line, or pass shardings in '
+        fix = "plan it on the device: "
+        fix += 'write "device" in that line, or ' if rule is not None else ""
+        fix += "pass shardings in device memory, such as those of a strategy without [memory]"
         what += ", and a plan counts the memory of devices only"
-        raise StrategyError(what, path=path, rule=str(rule or ""), fix=f"{fix}device memory")
+        raise StrategyError(what, path=path, rule=str(rule or ""), fix=fix)
 
 
 def _with_gather(
