@@ -183,7 +183,13 @@ def test_memory_beside_its_range(low: int, peak: int, says: str) -> None:
 def test_missing_compilers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = read_hardware()
     slice_ = parse_topology("v5e:2x4", hardware)
-    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda _: None)
+    missing = {"flatbuffers"}
+    monkeypatch.setattr(
+        compiler.importlib.util, "find_spec", lambda name: None if name in missing else name
+    )
+    with raises(sw.StrategyError, "flatbuffers", fix="pip install flatbuffers"):
+        compiler.make_target(slice_, platform="cpu")
+    missing = {"libtpu"}
     with raises(sw.StrategyError, "v5e"):
         compiler.make_target(slice_)
     own = dataclasses.replace(slice_, chip=dataclasses.replace(slice_.chip, name="mine"))

@@ -28,6 +28,10 @@ from shardwright.vocabulary.shown import data_of
 Platform = Literal["tpu", "gpu", "cpu"]
 Effort = Literal["low", "full"]
 
+_ON_CPUS: Final = (
+    "compile for CPUs, to check the sharding only: plan with --compiler cpu, prove without "
+    "--topology"
+)
 TIMEOUT: Final = 600.0  # seconds; to compile an 8B training step takes 40 to 200
 # With these settings, libtpu prints no warnings on a machine without TPUs, and several processes
 # may load it at the same time.
@@ -157,19 +161,23 @@ def make_target(
     Raises:
       StrategyError: There is no compiler for the target, or it is not installed.
     """
+    if importlib.util.find_spec("flatbuffers") is None:  # `jax.export` writes programs with it
+        raise StrategyError(
+            "compiling a program needs flatbuffers, which is not installed",
+            fix="run python -m pip install flatbuffers",
+        )
     if platform == "cpu" or (platform is None and topology is None):
         return Target(platform="cpu", effort=effort)
     if topology is None:
         raise StrategyError(
             f"compiling for {(platform or '').upper()}s needs a topology, and none is given",
-            fix="pass --topology v5p:4x4x4 or 16xh100:8, or --compiler cpu to check the sharding "
-            "only",
+            fix=f"pass --topology v5p:4x4x4 or 16xh100:8, or {_ON_CPUS}",
         )
     known = GPUS if topology.platform == "gpu" else DEVICES
     if topology.chip.name not in known:
         raise StrategyError(
             f"there is no compiler for the chip {topology.chip.name}",
-            fix=f"use one of {', '.join(known)}, or --compiler cpu to check the sharding only",
+            fix=f"use one of {', '.join(known)}, or {_ON_CPUS}",
         )
     if platform not in (None, topology.platform):
         raise StrategyError(
@@ -179,13 +187,13 @@ def make_target(
         raise StrategyError(
             f"compiling for {topology} needs a CUDA plugin of JAX, which is not installed",
             fix="run make test-gpu in a clone of shardwright, and use the Python of .venv-gpu; or "
-            "pass --compiler cpu to check the sharding only",
+            f"{_ON_CPUS}",
         )
     if topology.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         raise StrategyError(
             f"compiling for {topology} needs libtpu, which is not installed",
-            fix='run python -m pip install -e ".[tpu-aot]" in a clone of shardwright, or pass '
-            "--compiler cpu to check the sharding only",
+            fix='run python -m pip install -e ".[tpu-aot]" in a clone of shardwright, or '
+            f"{_ON_CPUS}",
         )
     one = dataclasses.replace(topology, slices=1)
     return Target(
@@ -311,7 +319,7 @@ def _compile(
     if "error" in result:
         raise ProgramError(
             f"{target.compiler} cannot compile the program: {result['error']:.500}",
-            fix="read the compiler's message, or pass --compiler cpu to check the sharding only",
+            fix=f"read the compiler's message, or {_ON_CPUS}",
         )
     return result
 
