@@ -342,7 +342,7 @@ def test_python_overlay_has_no_file() -> None:
 
 
 def test_a_file_names_its_base(tmp_path: Path) -> None:
-    """`base` and `a | b` give the strategy that `|` gives, with the lines of both files."""
+    """`base` gives what `|` gives, with the lines of both files, under the name of the file."""
     (tmp_path / "small.toml").write_text(SMALL, encoding="utf-8")
     (tmp_path / "deep").mkdir()
     text = '[rules]\nbatch = "tp"\n'
@@ -352,13 +352,14 @@ def test_a_file_names_its_base(tmp_path: Path) -> None:
         path = tmp_path / "deep" / "own.toml"
         path.write_text(f'base = "{base}"\n{text}', encoding="utf-8")
         read = Strategy.load(path)
-        assert read == below | own == Strategy.loads(read.dumps())
+        assert read == below | own | Strategy(name="own") == Strategy.loads(read.dumps())
         assert read.source("rules", "batch") == "own.toml:3"
         assert read.source("rules", "head").startswith(("fsdp_tp.toml:", "small.toml:"))
         name = base.removeprefix("../")
         plain = tmp_path / "plain.toml"
         plain.write_text(text, encoding="utf-8")
-        assert Strategy.read(f"{name} | plain.toml", root=tmp_path) == read
+        combined = Strategy.read(f"{name} | plain.toml", root=tmp_path)
+        assert combined | Strategy(name="own") == read
     assert Strategy.read(plain) == own
     assert Strategy.loads(f'base = "fsdp_tp"\n{text}') == Strategy.preset("fsdp_tp") | own
 

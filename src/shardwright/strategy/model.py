@@ -388,6 +388,8 @@ class Strategy(BaseModel):
         """Read a file. `inside` has the files whose `base` leads here."""
         data, origin = files.read(path, **options)
         inside = (*inside, Path(os.path.realpath(path)))
+        if "base" in data:
+            data.setdefault("name", path.stem)  # reports must not show the base's name
         return cls._on_base(data, origin, path.parent, inside)
 
     @classmethod
