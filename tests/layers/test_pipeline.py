@@ -303,6 +303,20 @@ def test_a_training_step_has_a_plan() -> None:
     assert any(event.kind is Kind.PERMUTE for event in plan.events)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "size"), [("rows", (32,), 16), ("streamed", (1, 4), 16), ("per_layer", (), 4)]
+)
+def test_first_dims_that_count_no_rows_or_layers(name: str, shape: Any, size: int) -> None:
+    specs = sw.stack_specs(sw.ArraySpec((16,), jnp.float32, (sw.EMPTY,)), 4)
+    given = {name: {"own": np.zeros(shape)}}
+    run = functools.partial(sw.pipeline, lambda w, x, _: (x + w, None), specs=specs, **given)
+    with (
+        manager("pp:2,dp:2"),
+        raises(sw.RankMismatchError, size, path=f"{name}/own", fix="first dim"),
+    ):
+        jax.eval_shape(run, np.zeros((4, 16)), np.zeros((16, 16)))
+
+
 def test_refusals() -> None:
     params, x = PARAMS["dense"], X
     stack = functools.partial(transformer_block.apply, DENSE)

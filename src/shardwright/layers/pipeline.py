@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from shardwright import _jax
-from shardwright.errors import LayerError, Problem, raise_problems
+from shardwright.errors import LayerError, Problem, RankMismatchError, raise_problems
 from shardwright.layers.microbatches import Microbatches, microbatches_of
 from shardwright.layers.placement import is_inside_shard_map
 from shardwright.manager import constraint, context
@@ -96,6 +96,8 @@ def pipeline(
 
     Raises:
       IndivisibleError: The layers do not divide over pp, or the rows over the microbatches.
+      RankMismatchError: In a pipeline, an array does not have a first dim of the batch's rows, or
+        one in `per_layer` of the layers.
       LayerError: The leading dims of parameters do not count the layers, or a `shard_map` surrounds
         the call of a pipeline.
     """
@@ -119,7 +121,10 @@ def pipeline(
             fix='call it outside; instead of accumulating, write more microbatches; or schedule = "'
             'none" under [pipeline]',
         )
-    cut = microbatches_of(manager, jax.tree.leaves(x)[0].shape[0])
+    batch = jax.tree.leaves(x)[0].shape[0]
+    _check_sizes({"x": x, "rows": rows, "streamed": streamed}, batch, "rows")
+    _check_sizes({"per_layer": per_layer}, math.prod(lead), "layers")
+    cut = microbatches_of(manager, batch)
     stack = _Stack(layer=layer, settings=settings, cut=cut, lead=lead)
 
     # JAX runs a `shard_map` over some of the mesh axes only inside of a `jit`.
@@ -172,6 +177,23 @@ def _lead(params: Any, specs: Any, repeats: int) -> tuple[int, ...]:
         ]
     )
     return tuple(first)
+
+
+def _check_sizes(trees: dict[str, Any], size: int, what: str) -> None:
+    """Raise RankMismatchError unless the first dim of each array counts rows, or layers."""
+    raise_problems(
+        [
+            Problem(
+                error=RankMismatchError,
+                what=f"the array has shape {np.shape(leaf)}, and a pipeline of {size} {what} needs "
+                f"[{size}, ...]",
+                path=path_text(path),
+                fix=f"pass an array whose first dim counts the {what}",
+            )
+            for path, leaf in jax.tree_util.tree_flatten_with_path(trees)[0]
+            if np.shape(leaf)[:1] != (size,)
+        ]
+    )
 
 
 def _one_scan(
