@@ -77,7 +77,7 @@ def pipeline_problems(
             fix = 'write [pipeline] schedule = "gpipe" and microbatches = 8, schedule = "none" to '
             fix += 'gather the layers before they run, or layers = "-"'
             yield problem_at((rule.ref.table, "layers"), origin, what, fix, rule=rule.ref)
-        elif table:
+        elif table.get("microbatches") is not None or table.get("repeats", 1) != 1:
             what = "[pipeline] has no schedule"
             yield problem_at(("pipeline",), origin, what, 'write schedule = "gpipe"')
         return
