@@ -167,6 +167,13 @@ def check(name: str, mesh: str, repeats: int, kind: Any, **options: Any) -> Any:
     return program, pm
 
 
+@pytest.mark.full(
+    but=[
+        "dense-pp:2,fsdp:2,tp:2-1-auto",
+        "remat-pp:2,fsdp:2,tp:2-2-explicit",
+        "cross-pp:4,dp:2-1-explicit",
+    ]
+)
 @pytest.mark.parametrize(
     ("name", "mesh", "repeats", "kind"),
     [
