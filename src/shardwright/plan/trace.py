@@ -414,6 +414,18 @@ def _annotated(tree: Any, annotations: Any, name: str) -> list[Leaf]:
         raise type(error)(problems=named) from None
 
 
+def _written_rule(decision: DimDecision, axis: str, manager: Manager) -> str:
+    """Return the text of the rule or the policy that put a mesh axis on a dim."""
+    ref, policy = decision.rule, manager.rules.policy
+    for added, rule in (
+        (decision.largest_dim, policy.largest_dim),
+        (decision.zero1, policy.zero1),
+    ):
+        if rule is not None and axis in added:
+            ref = rule.ref
+    return "" if ref is None else ref.written
+
+
 def walk(
     traced: Trace,
     manager: Manager,
@@ -445,16 +457,6 @@ def walk(
             dims.insert(at, KEEP)
         return dataclasses.replace(value, dims=tuple(dims))
 
-    def written(decision: DimDecision, axis: str) -> str:
-        ref, policy = decision.rule, manager.rules.policy
-        for added, rule in (
-            (decision.largest_dim, policy.largest_dim),
-            (decision.zero1, policy.zero1),
-        ):
-            if rule is not None and axis in added:
-                ref = rule.ref
-        return "" if ref is None else ref.written
-
     def resolved(request: ShardingRequest, strict: bool, source: str) -> ShardedValue:
         # The trace holds its requests, so no id is used twice.
         key = id(request)
@@ -475,7 +477,7 @@ def walk(
         origins = {
             axis: Origin(
                 axis=decision.label,
-                rule=written(decision, axis),
+                rule=_written_rule(decision, axis, manager),
                 source=source,
                 path=path,
             )
