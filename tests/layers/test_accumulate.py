@@ -440,6 +440,14 @@ def test_bad_batch_and_loss() -> None:
             facts("(2,)", 4, path="channel", fix="fp8.new_channel"),
         ),
         (
+            lambda: accumulate(lambda w, x: mean(w, x, None), 4, specs=specs)(params, rows),
+            facts("channel", path="loss", fix="def loss(params, batch, channel)"),
+        ),
+        (
+            lambda: accumulate(mean, 4, specs=specs)(params, rows, key=jax.random.key(0)),
+            facts("key", path="loss", fix="def loss(params, batch, channel, *, key)"),
+        ),
+        (
             lambda: accumulate(lambda *given: mean(*given)[0], 4, specs=specs)(params, rows),
             facts("returned", "seen", path="loss", fix="loss.cross_entropy"),
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal
@@ -119,7 +120,8 @@ def accumulate(
       IndivisibleError: n does not divide the examples of a device.
       LayerError: n is not a positive integer, a surrounding `shard_map` has split the batch, or
         parameters are in host memory. Or the arrays of `batch` differ in dim 0, `channel` has other
-        uses than n, the loss closes over a key, or the loss does not return what `mean_over` says.
+        uses than n, the loss has other parameters or closes over a key, or it does not return what
+        `mean_over` says.
     """
     read_integer("n", n, error=LayerError, fix="pass the number of microbatches, such as n=4")
     words: list[Any] = [("gather", gather, one_of(("each", "once")))]
@@ -135,7 +137,7 @@ def accumulate(
                 fix="call it outside: it runs a shard_map of its own over the mesh axes of BATCH",
             )
         _check_channel(channel, n)
-        _check_closure(loss)
+        _check_loss(loss, with_key=key is not None)
         if key is not None:
             key = read_key("key", key, fix="pass key=jax.random.key(0), another one for each step")
         manager: PartitionManager | None = context.current()
@@ -429,7 +431,17 @@ def _check_channel(channel: Any, n: int) -> None:
         )
 
 
-def _check_closure(loss: Callable[..., Any]) -> None:
+def _check_loss(loss: Callable[..., Any], *, with_key: bool) -> None:
+    signature = inspect.signature(loss)
+    try:
+        signature.bind(None, None, None, **({"key": None} if with_key else {}))
+    except TypeError as error:
+        arguments = "params, batch, channel, *, key" if with_key else "params, batch, channel"
+        raise LayerError(
+            f"the loss is called with ({arguments}): {error}",
+            path="loss",
+            fix=f"write def loss({arguments}); without delayed scaling, the loss ignores channel",
+        ) from None
     if names := closed_over_keys(loss):
         raise LayerError(
             f"the loss closes over the key {names[0]}, so all microbatches and all devices would "
