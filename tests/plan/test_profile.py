@@ -521,3 +521,19 @@ def test_intervals_agree_with_sets(left: Any, right: Any) -> None:
     assert moments(free) == moments(left) - moments(right)
     assert total(free) == len(moments(free))
     assert all(before[1] < after[0] for before, after in itertools.pairwise(union))
+
+
+def test_only_programs_that_ran_share_a_name(tmp_path: Path) -> None:
+    """A profile has all programs that the process has run, also before the trace."""
+
+    def made(by: float) -> Any:
+        def scaled(x: Any) -> Any:
+            return x * by
+
+        return jax.jit(scaled)
+
+    x, (first, second) = jnp.ones((64, 64)), (made(2.0), made(3.0))
+    jax.block_until_ready((first(x), second(x)))
+    with jax.profiler.trace(str(tmp_path)):
+        second(x).block_until_ready()
+    assert list(recording.read_recording(tmp_path).timelines) == ["jit_scaled"]

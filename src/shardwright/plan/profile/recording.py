@@ -75,6 +75,10 @@ def read_recording(trace: str | Path) -> Recording:
                 fix="pass the folder of jax.profiler.trace, or its *.xplane.pb",
             ) from error
         repeated = Counter(name for name, _, _ in own)
+        # A profile also has the programs that ran in this process before.
+        seen = {key for _, _, _, key, _ in timed_ops}
+        own = [each for each in own if repeated[each[0]] == 1 or each[1] in seen]
+        repeated = Counter(name for name, _, _ in own)
         # Ids may differ between hosts, so they are part of a name only if they must be.
         names = {key: name if repeated[name] == 1 else f"{name}({key})" for name, key, _ in own}
         programs.update({names[key]: program for _, key, program in own})
