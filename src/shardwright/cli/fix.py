@@ -138,7 +138,7 @@ def fix_file(
         fix = f"copy it first: shardwright presets copy {names[-1]} mine.toml"
         raise StrategyError(f"--fix edits a .toml file, and {text!r} has none", fix=fix)
     path = Path(names[at])
-    read_text(path, most=LONGEST_FILE)  # refuses what is no strategy
+    read_text(path, most=LONGEST_FILE)  # raises an error if it is too large or not text
     # From bytes, so that line ends stay as they are.
     before = after = tried_text = path.read_bytes().decode("utf-8-sig")
     kept: dict[Any, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardwright.dims.bodies import Runs, bodies
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.manager import context, trees
 from shardwright.manager.core import Manager
@@ -23,9 +24,6 @@ from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import PartOf
 from shardwright.vocabulary.axes import LAYERS, Role
 from shardwright.vocabulary.lowering import lower
-
-# Primitives that run a jaxpr once, with their operands as its inputs.
-_CALLS: Final = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -308,10 +306,10 @@ def _read_by_results(jaxpr: Any, inputs: Sequence[frozenset[int]]) -> list[froze
     for equation in jaxpr.eqns:
         operands = list(map(of, equation.invars))
         results = [frozenset[int]().union(*operands)] * len(equation.outvars)
-        # optax jits functions of whole trees.
-        if equation.primitive.name in _CALLS:
-            called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-            results = _read_by_results(getattr(called, "jaxpr", called), operands)
+        # optax jits functions of whole trees. Loops and branches count as a whole.
+        inner = bodies(equation)
+        if len(inner) == 1 and inner[0].runs is Runs.ONCE:
+            results = _read_by_results(inner[0].jaxpr, inner[0].of_operands(operands))
         read.update(zip(equation.outvars, results, strict=True))
     return list(map(of, jaxpr.outvars))
 

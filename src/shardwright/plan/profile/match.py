@@ -1,4 +1,4 @@
-"""Find the planned collectives that a collective of a compiled program stands for."""
+"""Match each collective of a compiled program with planned ones."""
 
 from __future__ import annotations
 
