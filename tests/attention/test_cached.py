@@ -237,7 +237,7 @@ def test_equals_attention_to_lists_of_tokens(name: str, place: str) -> None:
     ],
 )
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
-@pytest.mark.full(but=["auto-dense"])
+@pytest.mark.full
 def test_prefill_with_sharded_queries(name: str, axis_types: str) -> None:
     manager = manager_of("length" if name != "paged" else "heads", "prefill", axis_types)
     here = session(name, manager)
@@ -338,7 +338,7 @@ def test_rows_without_token_may_hold_anything() -> None:
         ("sliding", "sdpa"),
     ],
 )
-@pytest.mark.full(but=["dense-None", "sliding-vanilla"])
+@pytest.mark.full(but=["dense-None"])
 def test_remains_of_earlier_sequence_are_hidden(name: str, implementation: str | None) -> None:
     q, k, v = (jnp.asarray(x) for x in tokens(6))
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, DIM - V_DIM)))
@@ -424,6 +424,7 @@ def sent_by(name: str, count: int, **changes: Any) -> list[tuple[Any, int]]:
     return [(each.kind, each.wire_bytes) for each in read_collectives(program, mesh=manager.mesh)]
 
 
+@pytest.mark.full(but=["dense-heads"])
 @pytest.mark.parametrize("place", ["batch", "heads"])
 @pytest.mark.parametrize(
     "name",

@@ -57,7 +57,7 @@ def derivatives(f: Callable[[Arrays], jax.Array], given: Arrays) -> Any:
     return jax.jvp(jax.grad(f), (given,), (along,)), jax.grad(slope)(given)
 
 
-@pytest.mark.full(but=["blockwise"])
+@pytest.mark.full
 @pytest.mark.parametrize(
     "implementation", ["blockwise", "ring", "ulysses", "allgather_kv", "flash_decode", "sdpa"]
 )
@@ -142,6 +142,7 @@ def count_products(jaxpr: Any) -> int:
     return count
 
 
+@pytest.mark.full(but=["dp:2"])
 @pytest.mark.parametrize("mesh", ["", "dp:2"])
 def test_splash_refuses_derivatives_of_gradients(mesh: str) -> None:
     q, k, v = (jnp.ones((2, 128, 1, 128)) for _ in range(3))

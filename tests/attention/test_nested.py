@@ -43,7 +43,7 @@ def loss(params: Tree, x: jax.Array, *, remat: Callable[..., Any], **options: An
     return jnp.sum(lax.scan(remat(layer), x, params["w"])[0] ** 2)
 
 
-@pytest.mark.full(but=["allgather_kv"])
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", MESHES)
 def test_gradient_inside_shard_map(implementation: str) -> None:
     """Two microbatches on every data shard; plain, with remat, and with a policy."""

@@ -133,7 +133,7 @@ def _longer(keys: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((batch, 2048, *rest), keys.dtype)
 
 
-@pytest.mark.full(but=["1024"])
+@pytest.mark.full
 @pytest.mark.parametrize("capacity", [1024, 8192])
 def test_bytes_per_token_beside_decode(capacity: int) -> None:
     """A chunk of 64 tokens, the engine's default, beside a token for each of eight slots."""

@@ -13,7 +13,7 @@ def check(name: str, length: int, found: Memory) -> None:
     assert found.remat <= found.bound
 
 
-@pytest.mark.full(but=["blockwise"])
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["blockwise", "ring"])
 def test_memory_of_a_scan_over_layers(name: str) -> None:
     """The masks of all blocks would need twice the bound."""

@@ -23,7 +23,7 @@ EDGES = (1, 127, 128, 129)
 RECIPE = Arithmetic(scale=0.3, mask=MaskRules(causal=True), q_block=128, kv_block=128)
 
 
-@pytest.mark.full(but=["1-1"])
+@pytest.mark.full
 @pytest.mark.parametrize(("q_length", "kv_length"), [*itertools.product(EDGES, EDGES)])
 def test_gradients_at_block_edges(q_length: int, kv_length: int) -> None:
     """With sinks, the logsumexp, and half as many kv heads."""

@@ -51,6 +51,7 @@ def test_another_dim() -> None:
     )
 
 
+@pytest.mark.full(but=["auto"])
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 def test_unpermute_restores_rows_and_sharding(axis_types: str) -> None:
     mesh = cpu_mesh("dp:2,sp:4", axis_types=axis_types)

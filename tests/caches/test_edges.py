@@ -366,7 +366,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("name", DAMAGE)
-@pytest.mark.full(but=["no arrays", "lost array"])
+@pytest.mark.full(but=["lost array"])
 def test_restore_of_damaged_cache(name: str, tmp_path: Path) -> None:
     pytest.importorskip("orbax.checkpoint")
     harm, message = DAMAGE[name]
@@ -395,6 +395,7 @@ def test_refused_save_writes_nothing(tmp_path: Path) -> None:
         jax.jit(lambda: caches.restore(tmp_path / "cache"))()
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_failed_save_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     orbax = pytest.importorskip("orbax.checkpoint")

@@ -434,6 +434,7 @@ def test_no_temporary_grows_with_pages(mesh: str) -> None:
     )
 
 
+@pytest.mark.full(but=["free", "share"])
 @pytest.mark.parametrize("name", ["free", "rewind", "reorder", "share"])
 def test_other_operations_touch_no_page(name: str) -> None:
     integers = jax.ShapeDtypeStruct((8,), jnp.int32)

@@ -123,6 +123,7 @@ def test_append_to_ring_or_interleaved_rows(name: str, axis_types: str) -> None:
     assert compiled.memory_analysis().alias_size_in_bytes == bytes_per_device(cache)
 
 
+@pytest.mark.full(but=["explicit"])
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 def test_append_of_length_sharded_tokens_sends_only_them(axis_types: str) -> None:
     manager = manager_of("dp:2,sp:4,tp:1", axis_types, mode="prefill")
@@ -159,6 +160,7 @@ def test_arrays_keep_their_shardings(axis_types: str) -> None:
         assert_sharding(moved, placed)
 
 
+@pytest.mark.full(but=["auto"])
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 def test_beams_on_one_shard_send_nothing(axis_types: str) -> None:
     parents = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
@@ -179,6 +181,7 @@ def test_beams_on_one_shard_send_nothing(axis_types: str) -> None:
         )
 
 
+@pytest.mark.full(but=["auto"])
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 def test_insert_sends_new_rows_and_writes_in_place(axis_types: str) -> None:
     with manager_of("dp:2,sp:2,tp:2", axis_types):

@@ -133,7 +133,7 @@ def run(run: Run, steps: int) -> None:
     assert set(run.done) == set(OPERATIONS), "an operation never did anything"
 
 
-@pytest.mark.full(but=["dense"])
+@pytest.mark.full
 @pytest.mark.parametrize("name", CACHES)
 def test_few_hundred_operations(name: str) -> None:
     run(Run(**CACHES[name]), 200)

@@ -199,6 +199,7 @@ def test_beams() -> None:
     assert held(change.cache) == [[10, 11], [10, 11], [30, 31, 32, 33], [30, 31, 32, 33]]
 
 
+@pytest.mark.full(but=["None"])
 @pytest.mark.parametrize("group", [None, 4])
 def test_beams_over_several_shards(group: int | None) -> None:
     parents = [3, 0, 0, 2, 7, 4, 5, 5]
@@ -243,6 +244,7 @@ class TestErrorPolicy:
             1,
         ]
 
+    @pytest.mark.full(but=["auto"])
     @pytest.mark.parametrize("axis_types", [None, "auto", "explicit"])
     def test_inside_jit(self, axis_types: Any) -> None:
         tokens = np.arange(4)[:, None] * np.ones((1, 4), int)

@@ -76,7 +76,7 @@ def assert_equal(actual: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.full(but=["no manager", "explicit"])
+@pytest.mark.full(but=["explicit"])
 def test_append_rows_per_slot(kind: str) -> None:
     """A row number of `ROWS` or more is dropped; rows may go to any shard of the rows."""
     buffers, new = arrays(SLOTS, ROWS, first=0.0), arrays(SLOTS, 3, first=-1000.0)
@@ -89,7 +89,7 @@ def test_append_rows_per_slot(kind: str) -> None:
     assert_equal(run(kind, scatter.append_rows, buffers, new, rows), wanted)
 
 
-@pytest.mark.full(but=["a slot per entry-explicit", "a slot per row-no manager"])
+@pytest.mark.full(but=["a slot per entry-explicit"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "slots",

@@ -291,6 +291,7 @@ def test_undecodable_names_are_shown_escaped(tmp_path: Path) -> None:
     assert b"\\udcff  (EMBED) as activation" in shown.stdout
 
 
+@pytest.mark.full
 def test_ascii_terminal_gets_escapes(tmp_path: Path) -> None:
     (tmp_path / "schön.toml").write_text("version = 1\n", encoding="utf-8")
     env = {

@@ -156,6 +156,7 @@ WITHOUT_RICH = (
 )
 
 
+@pytest.mark.full
 def test_without_rich_text_has_no_color(folder: Path) -> None:
     plain = on_terminal(CHECK, folder, code=WITHOUT_RICH)
     assert plain.endswith("4 warnings\n")
@@ -184,6 +185,7 @@ def test_reader_may_close_the_pipe(words: list[str], folder: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.full
 def test_commands_start_no_backend(folder: Path) -> None:
     (folder / "weights.json").write_text(
         '{"w": {"axes": "EMBED VOCAB", "shape": [8, 8], "dtype": "bfloat16"}}', encoding="utf-8"

@@ -58,7 +58,7 @@ def test_there_are_35_factorizations() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.full(but=["ddp", "fsdp_tp", "sequence"])
+@pytest.mark.full(but=["sequence"])
 def test_goldens_are_placed_on_every_mesh(preset: str) -> None:
     strategy = sw.Strategy.preset(preset)
     wrong = []

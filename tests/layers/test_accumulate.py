@@ -236,9 +236,7 @@ def padded_whole_batch(preset: str) -> Any:
 
 
 @pytest.mark.parametrize(("preset", "mesh", "kind", "how"), CELLS)
-@pytest.mark.full(
-    but=["fsdp_tp-dp:2,fsdp:2,tp:2-auto-each", "moe_ep-fsdp:2,ep:2,tp:2-explicit-once"]
-)
+@pytest.mark.full(but=["fsdp_tp-dp:2,fsdp:2,tp:2-auto-each"])
 def test_presets_and_meshes(preset: str, mesh: str, kind: str, how: Any) -> None:
     """Equal to one batch; in the loop, no gradient of a replicated weight is reduced."""
     f, specs, params, batch, wanted = padded_whole_batch(preset)
@@ -304,6 +302,7 @@ def mean_over_tokens(params: Any, labels: Any) -> Any:
     return -jnp.sum(jnp.where(labels >= 0, logs[..., 0], 0)) / max(np.sum(labels >= 0), 1)
 
 
+@pytest.mark.full(but=["-4-some", "fsdp:8-4-some", "fsdp:2-2-none"])
 @pytest.mark.parametrize("labels", [LABELS, np.full_like(LABELS, -100)], ids=["some", "none"])
 @pytest.mark.parametrize(
     ("mesh", "n"), [("", 1), ("", 4), ("fsdp:8", 4), ("fsdp:8", 1), ("fsdp:2", 2)]

@@ -255,6 +255,7 @@ def test_26_layers_of_gemma_3() -> None:
     assert len(layers) == 26
 
 
+@pytest.mark.full
 def test_states_of_layers_after_the_scan() -> None:
     """MoE layers and delayed scaling have a state for each of them, in a scan and without."""
     recipe = fp8.DelayedScaling(history=2)

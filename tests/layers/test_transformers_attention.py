@@ -89,7 +89,7 @@ def test_attention_of_transformers(name: str) -> None:
     np.testing.assert_allclose(y[0, ::3], wanted, atol=2e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.full(but=["longrope long"])
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt_oss", "longrope long"])
 def test_decode_with_sinks_and_frequencies(name: str) -> None:
     """A prefill and single tokens give what one call gives."""

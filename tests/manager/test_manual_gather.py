@@ -270,9 +270,7 @@ def test_ambiguous_global_shape_is_refused() -> None:
         ("dp+tp", "-", 0),
     ],
 )
-@pytest.mark.full(
-    but=["tp+dp-dp-0-vma", "dp+tp-dp-1-vma", "dp+tp-tp-0-no vma", "dp+tp-dp+tp-0-no vma"]
-)
+@pytest.mark.full(but=["dp+tp-dp+tp-0-no vma", "tp+dp-dp-0-vma"])
 def test_two_mesh_axes_in_one_dim(stored: str, gather: str, moves: int, check_vma: bool) -> None:
     """If a gathered mesh axis comes before one that stays, shards change places first."""
     text = RULES.replace("[params]", f'[params]\nvocab = "{stored}"').replace(
@@ -469,6 +467,7 @@ def test_inner_jit_is_traced_per_map() -> None:
     assert_like(shard, jnp.asarray(waves(128, 8)))
 
 
+@pytest.mark.full(but=["vma"])
 @VMA
 def test_gathering_twice_is_gathering_once(check_vma: bool) -> None:
     """Inside pm.shard_map, and anywhere with the shape."""

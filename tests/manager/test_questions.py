@@ -194,9 +194,7 @@ def test_explain_of_an_invalid_request(axes: Any) -> None:
 
 @pytest.mark.parametrize("ambient", list(AXIS_TYPES))
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
-@pytest.mark.full(
-    but=["auto-auto", "explicit-explicit", "tp explicit-tp explicit", "dp explicit-explicit"]
-)
+@pytest.mark.full(but=["auto-auto", "explicit-explicit"])
 def test_ambient_mesh_of_other_axis_types(kind: str, ambient: str) -> None:
     """Names and sizes must agree. The ambient axis types decide between reshard and constraint."""
     pm, x = make_manager(kind), numbers(8, 8)

@@ -71,13 +71,10 @@ PROGRAMS = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.full(
     but=[
-        "auto-shard-plain-True-True",
-        "auto-shard-pull_back-True-False",
-        "explicit-shard-scan-False-True",
-        "explicit-shard-remat-False-False",
-        "tp explicit-shard-pull_back-True-True",
         "dp explicit-shard-scan-True-False",
-        "dp explicit-shard-remat-False-True",
+        "explicit-shard-remat-False-False",
+        "auto-shard-pull_back-True-False",
+        "auto-shard-plain-True-True",
     ]
 )
 def test_activation_is_sharded_by_rule(
@@ -151,14 +148,11 @@ def test_grad_of_a_loss_inside_the_manager(kind: str, jit: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.full(
     but=[
-        "auto-plain-jit-entered",
-        "auto-pull_back-jit-method",
-        "auto-vmap-jit-method",
-        "explicit-remat-eager-entered",
-        "tp explicit-plain-eager-entered",
-        "tp explicit-pull_back-eager-method",
         "tp explicit-vmap-eager-method",
+        "explicit-remat-eager-entered",
         "dp explicit-vmap-jit-entered",
+        "auto-pull_back-jit-method",
+        "auto-plain-jit-entered",
     ]
 )
 def test_weight_is_gathered(kind: str, transform: str, jit: bool, entered: bool) -> None:

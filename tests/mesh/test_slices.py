@@ -445,6 +445,7 @@ def run(script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_abstract_mesh_starts_no_backend() -> None:
     out = run(
         "import jax, shardwright.mesh.build as m, shardwright.testing as t\n"

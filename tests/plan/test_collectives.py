@@ -39,13 +39,9 @@ ROWS, COLUMNS = 64, 16  # of each device
 @pytest.mark.parametrize("name", list(OPS))
 @pytest.mark.full(
     but=[
-        "psum-dp of 1-f32",
-        "psum-tp of 2-bf16",
-        "pmax-dp of 1-bf16",
-        "all_gather-dp of 2-f32",
         "all_gather-outer two of 3-f32",
         "psum_scatter-outer two of 3-bf16",
-        "ppermute-dp of 1-f32",
+        "psum-tp of 2-bf16",
         "ppermute-middle of 3-f32",
     ]
 )

@@ -56,6 +56,7 @@ def pooled(w: Any, x: Any) -> Any:
     return (largest + mean) * w[0, 0, 0]
 
 
+@pytest.mark.full(but=["True-patches-w0", "False-pooled-w3", "True-depthwise-w2"])
 @pytest.mark.parametrize(
     ("function", "w"),
     [
@@ -128,6 +129,7 @@ def largest(size: int, stride: int) -> Any:
     return function
 
 
+@pytest.mark.full(but=["fsdp:2,sp:2,tp:2"])
 @pytest.mark.parametrize("mesh", ["fsdp:2,sp:4", "fsdp:2,sp:2,tp:2"])
 def test_rows_of_neighbors_are_permuted(mesh: str) -> None:
     """Where rows and columns of images are sharded; parts of `valid` are not equal."""

@@ -54,6 +54,7 @@ def each_way(x: Any) -> Any:
     )
 
 
+@pytest.mark.full(but=["float8_e4m3fn", "bfloat16", "int4", "int8"])
 @pytest.mark.parametrize("name", NARROW)
 def test_collectives_of_narrow_types(name: str) -> None:
     spec = P(("dp", "tp"))

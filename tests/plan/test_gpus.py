@@ -79,7 +79,7 @@ def test_page_shows_the_collectives() -> None:
     assert table in page, f"write this table to docs/development/gpus.md:\n{table}"
 
 
-@pytest.mark.full(but=["llama2-7b-8xh100"])
+@pytest.mark.full
 @pytest.mark.parametrize("name", gpus.read_facts())
 def test_page_shows_published_runs(name: str) -> None:
     run = gpus.plan_run(name, gpus.read_facts()[name])

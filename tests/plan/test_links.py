@@ -82,6 +82,7 @@ def test_a_domain_may_be_one_device() -> None:
     assert broken_laws(layout, sizes) == []
 
 
+@pytest.mark.full(but=["2xh100:4"])
 @pytest.mark.parametrize("topology", ["2xv5p:2x2x1", "2xh100:4", "8xh100:1"])
 def test_search_over_axes_that_only_cross(topology: str) -> None:
     """With default axes, a mesh axis may lie wholly across slices or domains."""

@@ -48,12 +48,14 @@ def check(
 
 
 # A device has 2 * length tokens with fsdp:8. It sums the table if these are more than its rows.
+@pytest.mark.full(but=["62-32-True", "256-256-False"])
 @pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize(("rows", "length"), [(64, 32), (62, 32), (256, 32), (256, 256)])
 def test_gradient_of_table_over_batch_axis(rows: int, length: int, gathered: bool) -> None:
     check("fsdp", "fsdp:8", rows, length, gathered=gathered)
 
 
+@pytest.mark.full(but=["256-32"])
 @pytest.mark.parametrize(("rows", "length"), [(64, 32), (256, 32), (1024, 32), (256, 256)])
 def test_gradient_of_table_over_two_axes(rows: int, length: int) -> None:
     check("fsdp_tp", "fsdp:4,tp:2", rows, length, gathered=True)
@@ -64,6 +66,7 @@ def test_lookup_in_table_over_two_axes(rows: int, length: int) -> None:
     check("fsdp_tp", "fsdp:4,tp:2", rows, length, gathered=False)
 
 
+@pytest.mark.full(but=["256-32"])
 @pytest.mark.parametrize(("rows", "length"), [(256, 32), (1024, 32), (256, 256)])
 def test_batch_over_more_axes_than_table(rows: int, length: int) -> None:
     check("fsdp", "dp:2,fsdp:4", rows, length, gathered=True)

@@ -77,6 +77,7 @@ def copies(heads: int, kv_heads: int, head_dim: int) -> float:
     return extra / (local * 128 * 2)
 
 
+@pytest.mark.full(but=["8-4-64-4", "4-4-64-16"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "count"),
     [

@@ -189,6 +189,7 @@ def test_equal_exports_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.compiler == ""
 
 
+@pytest.mark.full
 def test_a_strategy_that_differs_is_explained() -> None:
     found = prove(lowered(mlp), lowered(mlp, "tensor"), timeout=300)
     assert not found.same

@@ -75,6 +75,7 @@ def brute_force(
     return costs
 
 
+@pytest.mark.full(but=["True-axes1-6"])
 @pytest.mark.parametrize(
     ("orders", "axes", "meshes"), [(False, AXES, 10), (True, ("fsdp", "tp"), 6)]
 )
@@ -252,6 +253,7 @@ def test_kv_heads_that_do_not_divide_are_dropped() -> None:
     assert found.dropped["IndivisibleError KV_HEAD"] == 3  # tp:4 with dp or fsdp, and tp:8
 
 
+@pytest.mark.full
 def test_modes_share_one_strategy() -> None:
     given = {mode: SMALL.program(mode) for mode in ("prefill", "decode")}
     found = search(given)

@@ -32,12 +32,9 @@ def check(measured: Measured) -> None:
 @pytest.mark.full(
     but=[
         "train, remat, fsdp_tp",
-        "train, no remat, fsdp",
-        "train, causal, fsdp_tp",
         "forward, fsdp_tp",
-        "vocabulary_of_32000",
-        "vision_patches",
         "two_matmuls_of_one_input",
+        "vocabulary_of_32000",
         "microbatches",
     ]
 )

@@ -131,6 +131,7 @@ def test_triangular_loops_have_no_count() -> None:
     assert counts(KNOWN.sub("", text_of(program))) == [5, None]
 
 
+@pytest.mark.full(but=["on data", "a limit from data"])
 @pytest.mark.parametrize(
     "program",
     [

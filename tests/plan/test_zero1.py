@@ -145,6 +145,7 @@ def test_search_compares_zero1_by_its_collectives() -> None:
     }
 
 
+@pytest.mark.full
 def test_reference_decoder_updates_its_shards(tmp_path: Path) -> None:
     """Two moments per weight, `(moment, moment)`, with the annotations of the weights."""
     sizes = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}

@@ -188,6 +188,7 @@ def test_donating_move_frees_first() -> None:
     assert donated.peak_growth <= 4096 * 8 + 3 * 4096 * 8
 
 
+@pytest.mark.full(but=["True"])
 @pytest.mark.parametrize("donate", [False, True])
 def test_failure_in_any_piece(donate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     axes = {"a": AXES, "b": AXES, "c": (sw.EMBED,)}

@@ -179,6 +179,7 @@ def test_a_list_of_rules_cannot_express_it() -> None:
         to_logical_axis_rules(pm, {"embed": (sw.EMBED, "param")})
 
 
+@pytest.mark.full(but=["explicit"])
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 def test_a_step_equals_the_unsharded_one(axis_types: str) -> None:
     """Values, gradients and the shardings of both; one gather for each weight that is sharded."""

@@ -163,7 +163,7 @@ def check(strategy: str, count: int, **options: Any) -> None:
     check_report(running, [*handles, *crowd(running)], 4)
 
 
-@pytest.mark.full(but=["options1"])
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"decode_steps": 3}])
 def test_every_token_is_of_a_version_that_is_reported(options: dict[str, Any]) -> None:
     """The text of the stub shows which version drew each token, across preemption too."""

@@ -94,7 +94,7 @@ def test_iteration_raises_if_request_failed() -> None:
     assert caught.value.__cause__ is handle.result().error
 
 
-@pytest.mark.full(but=["0"])
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_deleted_weights_fail_every_request(steps: int) -> None:
     weights = jax.numpy.int32(1)

@@ -326,6 +326,7 @@ def divides(params: Any, tokens: jax.Array, held: Any, valid: jax.Array) -> Any:
     return logits / (tokens != 12)[:, :, None] * 0 + logits, new
 
 
+@pytest.mark.full(but=["fills-says1"])
 @pytest.mark.parametrize(
     ("model", "says"),
     [
@@ -346,6 +347,7 @@ def test_device_error_fails_request(model: Any, says: Facts) -> None:
     assert_empty(engine)
 
 
+@pytest.mark.full(but=["3"])
 @pytest.mark.parametrize("long", [1, 3])
 def test_a_short_prompt_waits_for_one_turn_of_each_long_one(long: int) -> None:
     """At the default of one row, a prompt waits for four chunks of every other one."""

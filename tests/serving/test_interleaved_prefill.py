@@ -71,6 +71,7 @@ def test_texts_do_not_change(kind: str, own: str, monkeypatch: pytest.MonkeyPatc
     assert [done.tokens for done in result] == [done.tokens for done in alone(kind, 12)]
 
 
+@pytest.mark.full
 def test_pages_of_other_slots_are_not_read() -> None:
     """A prompt that comes back from its pages copies the rows of its slot alone."""
     running = apart("paged", "weights", slots=8)

@@ -91,6 +91,7 @@ def test_argmax_takes_lowest_of_equal_tokens() -> None:
     assert np.asarray(sample(jnp.zeros((2, 4)), first_draws(2, {}))).tolist() == [0, 0]
 
 
+@pytest.mark.full
 def test_logprobs_have_the_bits_of_log_softmax() -> None:
     random = np.random.default_rng(0)
     logits = jnp.asarray(random.normal(size=(6, 200)) * [[1], [30], [1e4], [1], [1], [1]])

@@ -52,6 +52,7 @@ def test_submit_and_cancel_do_not_wait_for_a_step() -> None:
     assert engine.idle
 
 
+@pytest.mark.full(but=["thread"])
 @pytest.mark.parametrize("kind", ["thread", "task"])
 def test_result_waits_for_the_callbacks_of_a_step(kind: str) -> None:
     """The last callback may still fail the request, so no result is given before it returns."""

@@ -414,6 +414,7 @@ def test_too_few_devices_has_a_fix(run: Run) -> None:
     ) in said(result)
 
 
+@pytest.mark.full(but=["eight"])
 @pytest.mark.parametrize("word", ["eight", "0", "-1", "2.5"])
 def test_invalid_device_count(run: Run, word: str) -> None:
     result = run({"test_it.py": "def test_it(): ..."}, ini=f"virtual_devices = {word}")

@@ -84,7 +84,7 @@ def test_decode_with_a_padding_mask() -> None:
     np.testing.assert_allclose(rows[:, 1:], expected[:, 1:], atol=1e-5)
 
 
-@pytest.mark.full(but=["fields1"])
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fields",
     [

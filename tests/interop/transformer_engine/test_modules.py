@@ -117,6 +117,7 @@ def test_cpp_extensions_can_be_imported() -> None:
         _ = tex._gemm
 
 
+@pytest.mark.full
 def test_flax_is_imported_on_first_use() -> None:
     code = (
         "import sys; sys.modules['flax'] = None; sys.modules['flax.linen'] = None\n"

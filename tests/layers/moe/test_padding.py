@@ -120,6 +120,7 @@ STACK = transformer_block.TransformerConfig(
 PARAMS = blocks.random_params(transformer_block.specs(STACK))
 
 
+@pytest.mark.full(but=["none"])
 @pytest.mark.parametrize("segments", [None, np.zeros((8, 4), np.int32)], ids=["none", "zeros"])
 def test_stack_without_caches(segments: Any) -> None:
     valid = jnp.asarray(VALID)
