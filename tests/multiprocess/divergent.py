@@ -531,17 +531,21 @@ def connect(port: int, rank: int, count: int = 2, **timeouts: int) -> None:
     jax.devices()
 
 
+def run(part: str) -> None:
+    for case in PARTS[part]:
+        begun = time.monotonic()
+        case()
+        print(f"told {case.__name__} {time.monotonic() - begun:.2f}", flush=True)
+        # A process that is slow in one case must not count as late in the next one.
+        say(f"{case.__name__} has ended in {jax.process_index()}")
+        hear(f"{case.__name__} has ended in {1 - jax.process_index()}")
+
+
 if __name__ == "__main__":
     code = 1
     try:
         connect(int(sys.argv[1]), int(sys.argv[2]))
-        for case in PARTS[sys.argv[3]]:
-            begun = time.monotonic()
-            case()
-            print(f"told {case.__name__} {time.monotonic() - begun:.2f}", flush=True)
-            # A process that is slow in one case must not count as late in the next one.
-            say(f"{case.__name__} has ended in {jax.process_index()}")
-            hear(f"{case.__name__} has ended in {1 - jax.process_index()}")
+        run(sys.argv[3])
         jax.distributed.shutdown()
         code = 0
     finally:

@@ -13,13 +13,14 @@ from tests.multiprocess.divergent import PARTS
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.mark.parametrize("part", ["quick", pytest.param("all", marks=pytest.mark.full)])
-def test_differences_are_told(part: str, tmp_path: Path) -> None:
-    ended = pairs.run("tests.multiprocess.divergent", [part], tmp_path)
+@pytest.mark.full
+def test_differences_are_told(tmp_path: Path) -> None:
+    """Those that take longer; `test_two_processes.py` has the quick ones."""
+    ended = pairs.run("tests.multiprocess.divergent", ["all"], tmp_path)
     output = "\n".join(f"process {rank}:\n{process.text}" for rank, process in enumerate(ended))
     for process in ended:
         passed = re.findall(r"told (\w+)", process.text)
-        assert passed == [case.__name__ for case in PARTS[part]], output
+        assert passed == [case.__name__ for case in PARTS["all"]], output
     assert [process.code for process in ended] == [0, 0], output
 
 

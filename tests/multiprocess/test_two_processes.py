@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess import pairs
+from tests.multiprocess import divergent, pairs
 from tests.multiprocess.worker import CASES, LONG_CASES
 
 pytestmark = pytest.mark.multiprocess
@@ -33,6 +33,13 @@ def test_long_cases(tmp_path: Path) -> None:
         passed = re.findall(r"ok (\w+)", process.text)
         assert passed == [case.__name__ for case in LONG_CASES], process.text
     assert [process.code for process in ended] == [0, 0]
+
+
+def test_differences_are_told(ended: list[pairs.Ended]) -> None:
+    for rank, process in enumerate(ended):
+        told = re.findall(r"told (\w+)", process.text)
+        expected = [case.__name__ for case in divergent.PARTS["quick"]]
+        assert told == expected, f"process {rank}:\n{process.text}"
 
 
 def test_both_processes_exit_normally(ended: list[pairs.Ended]) -> None:

@@ -39,14 +39,9 @@ def run(folder: Path, count: int, how: str, seconds: float) -> tuple[list[pairs.
     return ended, "\n".join(f"process {rank}:\n{done.text}" for rank, done in enumerate(ended))
 
 
-@pytest.mark.parametrize(
-    ("how", "count"),
-    [
-        ("raise", 2),
-        *(pytest.param(how, 2, marks=pytest.mark.full) for how in SAYS if how != "raise"),
-        *(pytest.param(how, 4, marks=pytest.mark.full) for how in SAYS),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("how", SAYS)
+@pytest.mark.parametrize("count", [2, 4])
 def test_every_survivor_says_who_is_missing(how: str, count: int, tmp_path: Path) -> None:
     ended, output = run(tmp_path, count, how, 8)
     *survivors, culprit = ended

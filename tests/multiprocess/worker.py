@@ -29,6 +29,7 @@ import shardwright as sw
 from shardwright import caches, serving
 from shardwright.interop import fjformer, hf
 from shardwright.testing import virtual_devices
+from tests.multiprocess import divergent
 from tests.serving.stub import SHAPE, VOCAB, stub, text_of
 
 RULES = """
@@ -376,6 +377,8 @@ def run(port: int, rank: int, cases: Sequence[Callable[[], None]]) -> None:
     for case in cases:
         case()
         print(f"ok {case.__name__}", flush=True)
+    if cases is CASES:
+        divergent.run("quick")
     jax.distributed.shutdown()
 
 

@@ -18,8 +18,8 @@ from tests.processes.simulated_store import SimulatedStore
 
 COUNTS = [
     8,
-    pytest.param(128, marks=pytest.mark.full),
-    512,
+    64,
+    pytest.param(512, marks=pytest.mark.full),
     pytest.param(2048, marks=pytest.mark.full),
 ]
 
