@@ -85,6 +85,8 @@ def loss_of(config: Any, given: dict[str, Any], *, dropped: bool) -> Any:
     return loss
 
 
+DENSE_TOTAL = blocks.total(lambda params, x: transformer_block.apply(DENSE, params, x)[0])
+
 # Not under a manager, whose strategy may ask for repeats.
 PARAMS = {
     name: blocks.random_params(transformer_block.specs(config)) for name, config in CONFIGS.items()
@@ -103,8 +105,8 @@ def one_by_one(name: str, shards: int) -> Any:
     parts = order(shards)
 
     def total(params: Any, x: Any, encoded: Any) -> Any:
-        losses, ys, states = [], [], []
-        for number, rows in enumerate(parts):
+        def of_part(number: Any) -> Any:
+            rows = jnp.asarray(parts)[number]
             own = {key: jnp.asarray(value)[rows] for key, value in given.items()}
             if encoded is not None:
                 own["encoded"] = encoded[rows]
@@ -112,11 +114,11 @@ def one_by_one(name: str, shards: int) -> Any:
             f = loss_of(config, own, dropped=name == "dropout")
             loss, (y, state) = f(params, x[rows], key)
             # `state.aux` of the pipeline is the mean over microbatches.
-            losses.append(loss - 8 * state.aux * (1 - 1 / COUNT))
-            ys.append(y)
-            states.append(state)
+            return loss - 8 * state.aux * (1 - 1 / COUNT), y, state
+
+        losses, ys, states = jax.lax.map(of_part, jnp.arange(COUNT))
         back = np.argsort(parts.reshape(-1))
-        return sum(losses), (jnp.concatenate(ys)[back], states)
+        return jnp.sum(losses), (ys.reshape(x.shape)[back], states)
 
     arrays = (PARAMS[name], X, given.get("encoded"))
     where = (0, 1) if name != "cross" else (0, 1, 2)
@@ -161,23 +163,16 @@ def check(name: str, mesh: str, repeats: int, kind: Any, **options: Any) -> Any:
     blocks.assert_close(own, (in_repeats(gradients[0], repeats), *gradients[1:]), rtol=2e-5)
     for at, after in enumerate(state.moe or ()):
         if after is not None:
-            each = [part.moe[at].stats for part in states]
-            np.testing.assert_array_equal(after.stats.load, sum(part.load for part in each))
-            np.testing.assert_array_equal(after.stats.dropped, sum(part.dropped for part in each))
+            each = states.moe[at].stats
+            np.testing.assert_array_equal(after.stats.load, each.load.sum(0))
+            np.testing.assert_array_equal(after.stats.dropped, each.dropped.sum(0))
     return program, pm
 
 
-@pytest.mark.full(
-    but=[
-        "dense-pp:2,fsdp:2,tp:2-1-auto",
-        "remat-pp:2,fsdp:2,tp:2-2-explicit",
-        "cross-pp:4,dp:2-1-explicit",
-    ]
-)
+@pytest.mark.full(but=["remat-pp:2,fsdp:2,tp:2-2-explicit"])
 @pytest.mark.parametrize(
     ("name", "mesh", "repeats", "kind"),
     [
-        ("dense", "pp:2,fsdp:2,tp:2", 1, "auto"),
         ("remat", "pp:2,fsdp:2,tp:2", 2, "explicit"),
         ("windows", "pp:4,fsdp:2", 1, "auto"),
         ("moe", "pp:2,fsdp:2,ep:2", 2, "auto"),
@@ -211,7 +206,10 @@ def test_equals_the_scan_everywhere(name: str, mesh: str, repeats: int, kind: An
 
 
 def test_over_pp_only_microbatches_are_sent() -> None:
-    """Two permutes per tick, forward; results too, backward; nothing at the entry and the exit."""
+    """Two permutes per tick, forward; results too, backward; nothing at the entry and the exit.
+
+    Values and gradients are compared as well.
+    """
     program, pm = check("dense", "pp:2,fsdp:2,tp:2", 1, "auto")
     found = list(read_collectives(program, pm.mesh))
     over_pp = [each for each in found if "pp" in each.mesh_axes]
@@ -251,6 +249,12 @@ def test_without_other_axes_the_result_is_bit_equal() -> None:
         np.testing.assert_array_equal(y, each[np.argsort(parts.reshape(-1))])
 
 
+@functools.cache
+def of_the_whole_batch() -> Any:
+    return jax.jit(jax.value_and_grad(DENSE_TOTAL, (0, 1), has_aux=True))(PARAMS["dense"], X)
+
+
+@pytest.mark.full(but=["explicit"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_schedule_none_gathers_layers(kind: str) -> None:
     pm = manager("pp:2,fsdp:4", kind=kind)
@@ -261,24 +265,24 @@ def test_schedule_none_gathers_layers(kind: str) -> None:
         specs = transformer_block.specs(DENSE)
         params = plain.shard(PARAMS["dense"], specs, role="param")
         x = plain.shard(X, sw.BATCH, sw.LENGTH, sw.EMBED)
-        f = blocks.total(lambda params, x: transformer_block.apply(DENSE, params, x)[0])
-        got = jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(params, x)
-    wanted = jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(PARAMS["dense"], X)
-    blocks.assert_close(got, wanted)
+        got = jax.jit(jax.value_and_grad(DENSE_TOTAL, (0, 1), has_aux=True))(params, x)
+    blocks.assert_close(got, of_the_whole_batch())
 
 
-def test_batch_may_leave_pp_out_or_first() -> None:
+@pytest.mark.full(but=["pp+dp-explicit"])
+@pytest.mark.parametrize(
+    ("batch", "kind"), [("dp", "auto"), ("dp", "explicit"), ("pp+dp", "explicit")]
+)
+def test_batch_may_leave_pp_out_or_first(batch: str, kind: str) -> None:
     """Which rows are in a microbatch does not change results without statistics of rows."""
-    f = blocks.total(lambda params, x: transformer_block.apply(DENSE, params, x)[0])
-    wanted = jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(PARAMS["dense"], X)
-    for batch, kind in (("dp", "auto"), ("dp", "explicit"), ("pp+dp", "explicit")):
-        with manager("pp:2,dp:2", batch=batch, kind=kind, capacity="dp") as pm:
-            params = pm.shard(PARAMS["dense"], transformer_block.specs(DENSE), role="param")
-            x = pm.shard(X, sw.BATCH, sw.LENGTH, sw.EMBED)
-            got = jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(params, x)
-        blocks.assert_close(got, wanted)
+    with manager("pp:2,dp:2", batch=batch, kind=kind, capacity="dp") as pm:
+        params = pm.shard(PARAMS["dense"], transformer_block.specs(DENSE), role="param")
+        x = pm.shard(X, sw.BATCH, sw.LENGTH, sw.EMBED)
+        got = jax.jit(jax.value_and_grad(DENSE_TOTAL, (0, 1), has_aux=True))(params, x)
+    blocks.assert_close(got, of_the_whole_batch())
 
 
+@pytest.mark.full(but=["explicit"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_a_call_may_be_eager(kind: str) -> None:
     def layer(w: Any, x: Any, inputs: Any) -> Any:
@@ -303,8 +307,7 @@ def test_a_training_step_has_a_plan() -> None:
         specs = transformer_block.specs(DENSE)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), specs)
         x = jax.ShapeDtypeStruct(X.shape, X.dtype)
-        f = blocks.total(lambda params, x: transformer_block.apply(DENSE, params, x)[0])
-        step = jax.value_and_grad(f, has_aux=True)
+        step = jax.value_and_grad(DENSE_TOTAL, has_aux=True)
         plan = pm.plan(step, shapes, x, specs=(specs, (sw.BATCH, sw.LENGTH, sw.EMBED)))
     assert not plan.walked.complete  # it says that it does not count what a stage sends
     assert any(event.kind is Kind.PERMUTE for event in plan.events)
