@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 import shardwright as sw
 from shardwright import checkpoint
+from shardwright.checkpoint import files as checkpoint_files
 from shardwright.errors import CheckpointError
 from shardwright.testing.meshes import cpu_mesh
 from tests.raising import facts, raises
@@ -79,6 +81,14 @@ def test_several_files(tmp_path: Path) -> None:
     assert merged == {name: value.tobytes() for name, value in tensors(tree).items()}
 
 
+def test_padding_is_left_out(tmp_path: Path) -> None:
+    """Of a dim whose size is whole, everything is written."""
+    padded = np.arange(24, dtype=np.float32).reshape(6, 4)
+    checkpoint.export_safetensors(tmp_path / "out", {"a": padded}, shapes={"a": (5, 4)})
+    with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "np") as opened:
+        np.testing.assert_array_equal(opened.get_tensor("a"), padded[:5])
+
+
 def test_invalid_exports(tmp_path: Path) -> None:
     deleted = jnp.ones(3)
     deleted.delete()
@@ -113,6 +123,8 @@ def test_failure_leaves_nothing(
 ) -> None:
     """The space is taken before the file is mapped: a full disk would end the process later."""
     monkeypatch.setattr(module, name, no_space)
+    # No thread writes there any more, so there is nothing to wait for.
+    monkeypatch.setattr(checkpoint_files, "_remove", shutil.rmtree)
     with raises(CheckpointError, "could", "written", path="folder") as caught:
         checkpoint.export_safetensors(tmp_path / "out", {"a": jnp.ones(3)})
     assert "the export takes 12 bytes" in caught.value.fix
@@ -134,6 +146,7 @@ def test_fix_of_a_failed_write(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(np, "memmap", refuse)
+    monkeypatch.setattr(checkpoint_files, "_remove", shutil.rmtree)
     with raises(CheckpointError, os.strerror(number), path="folder") as caught:
         checkpoint.export_safetensors(tmp_path / "out", {"a": jnp.ones(3)})
     assert caught.value.fix.startswith(fix)

@@ -172,7 +172,7 @@ def test_leaves_are_read_in_pieces(
 
 def test_a_read_above_the_usual_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """orbax refuses a read that is larger than its limit, so a large read raises the limit."""
-    monkeypatch.setattr(chunks, "AT_ONCE", 1)
+    monkeypatch.setattr(chunks, "AT_ONCE", 16)
     pm = manager("fsdp", "fsdp:4")
     state = {"x": pm.shard(jnp.arange(64.0).reshape(8, 8), sw.EMBED, sw.VOCAB)}
     checkpoint.save(tmp_path, state, step=1)
@@ -263,6 +263,7 @@ if sys.argv[2] == "exit":
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "code"),
     [
