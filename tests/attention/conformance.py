@@ -153,14 +153,9 @@ QUICK_CELLS: dict[str, tuple[str, ...]] = {
     ),
     "allgather_kv": (
         "window both sides-float32-tp-auto",
-        "fewer queries-float32-dp-auto",
         "hidden by a bias, everything-float32-one-auto",
     ),
-    "flash_decode": (
-        "chunks-bfloat16-all-explicit",
-        "everything-bfloat16-odd sp-explicit",
-        "large biases-bfloat16-sp-explicit",
-    ),
+    "flash_decode": ("everything-bfloat16-odd sp-explicit",),
     "sdpa": (
         "packed-float32-tp > kv heads-explicit",
         "prefill-float32-tp-explicit",

@@ -217,8 +217,12 @@ def test_output_is_sharded_like_q_without_communication(axis_types: Any) -> None
 @pytest.mark.parametrize("implementation", ["vanilla", "blockwise", "flash_decode", "sdpa"])
 def test_dtypes_are_not_promoted(implementation: str) -> None:
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        grads = jax.grad(
-            lambda x: jnp.sum(attend(x, causal=True, window=(5, 0), implementation=implementation))
+        grads = jax.jit(
+            jax.grad(
+                lambda x: jnp.sum(
+                    attend(x, causal=True, window=(5, 0), implementation=implementation)
+                )
+            )
         )(arrays())
         pages = jnp.ones((6, 4, 2, 8))
         o = attention.paged_attention(

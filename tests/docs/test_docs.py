@@ -25,31 +25,35 @@ ids = [page.relative_to(ROOT).as_posix() for page in PAGES]
 LONG = {
     f"docs/{name}.md"
     for name in (
+        "accumulate",
         "attention",
-        "equinox",
-        "haliax",
-        "hugging-face",
-        "nnx",
-        "open",
-        "other-models",
-        "pipelines",
-        "transformer-engine",
         "caches",
+        "equinox",
         "fp8",
         "generation",
+        "haliax",
+        "hugging-face",
         "layers",
         "managers",
         "moe",
         "moving",
+        "nnx",
+        "open",
+        "other-models",
+        "pipelines",
+        "plan",
+        "plan-accuracy",
         "processes",
         "profile",
         "search",
         "second-step",
         "serving",
+        "state",
         "testing",
         "training",
-        "tutorial",
+        "transformer-engine",
         "trees",
+        "tutorial",
         "utilities",
     )
 }
@@ -83,9 +87,8 @@ def test_snippets_print_what_pages_show(
     assert context.current() is None
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", pytest.param("docs/tutorial.md", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md"])
 def test_page_runs_as_a_script(name: str, tmp_path: Path) -> None:
     """A reader has no test session that made virtual devices: the page itself must."""
     page = ROOT / name

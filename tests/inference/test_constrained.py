@@ -183,6 +183,7 @@ def test_fused_projections_get_no_constraint() -> None:
     assert any("BATCH HEAD HEAD_DIM QUERY_LENGTH: heads" in line for line in lines)
 
 
+@pytest.mark.full(but=["fsdp_tp", "moe_ep", "serve_tp", "vision"])
 @pytest.mark.parametrize("preset", sw.Strategy.presets())
 def test_every_preset_runs(preset: str) -> None:
     """The length enters matmuls as QUERY_LENGTH, so it shares no mesh axis with their dims."""
@@ -259,12 +260,11 @@ def test_reshards_that_a_mesh_adds_are_no_difference() -> None:
 def test_another_program_is_refused() -> None:
     forward = sw.constrained(SCANNED.forward, infer(SCANNED))
     other = dataclasses.replace(forward, forward=LLAMA.forward)
-    params, inputs = arrays(LLAMA)
     with (
         manager("fsdp:2,tp:2"),
         raises(sw.StrategyError, 2, "broadcast_in_dim", 3, fix="infer_axes"),
     ):
-        other(params, *inputs)
+        jax.eval_shape(other, LLAMA.shapes, *LLAMA.inputs)
 
 
 @pytest.mark.full
@@ -351,4 +351,4 @@ def test_a_linear_scan_is_a_shard_map_under_a_manager() -> None:
     constrained = sw.constrained(forward, inferred)
     with sw.PartitionManager(sw.Strategy.preset("sequence"), mesh=cpu_mesh("fsdp:2,sp:4")):
         found = jax.jit(constrained)(params, tokens)
-    np.testing.assert_allclose(found, forward(params, tokens), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found, jax.jit(forward)(params, tokens), rtol=1e-4, atol=1e-4)

@@ -405,7 +405,8 @@ def test_changes_of_structure_are_paths(change: Any, path: str, says: Facts) -> 
     assert "PyTreeDef" not in str(caught.value)
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("lbfgs", marks=pytest.mark.full), "zoom"])
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["lbfgs", "zoom"])
 def test_line_searches_of_optax(optimizer: str) -> None:
     """They start with weakly typed scalars, and their updates are strongly typed."""
     optax = pytest.importorskip("optax")

@@ -46,8 +46,19 @@ def make_manager(
     return sw.PartitionManager(strategy, mesh=cpu_mesh(sizes, axis_types=axis_types), mode="train")
 
 
-def make_state(pm: sw.PartitionManager, optimizer: Any = OPTIMIZER) -> dict[str, Any]:
+def init(pm: sw.PartitionManager) -> dict[str, Any]:
     params = pm.init(SPECS, jax.random.key(0))
+    return {"params": params, "moments": pm.init_state(OPTIMIZER, params, SPECS)}
+
+
+def make_state(pm: sw.PartitionManager, optimizer: Any = OPTIMIZER) -> dict[str, Any]:
+    """Return a state where the rules say. Its parameters are copied, which compiles nothing."""
+    random = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda spec: random.normal(size=spec.shape, scale=0.3).astype(spec.dtype), SPECS
+    )
+    params["layers"]["norm"][:] = 1
+    params = jax.device_put(params, pm.shardings(SPECS))
     return {"params": params, "moments": pm.init_state(optimizer, params, SPECS)}
 
 
@@ -123,7 +134,7 @@ def test_arrays_are_created_where_the_rules_say() -> None:
         "embedding": "pinned_host",
         "layers": {"norm": "device", "up": "pinned_host", "down": "pinned_host"},
     }
-    state = make_state(pm)
+    state = init(pm)
     assert kinds(state["params"]) == wanted
     adam = state["moments"][0]
     assert (kinds(adam.mu), kinds(adam.nu), kinds(adam.count)) == (wanted, wanted, "device")
@@ -138,7 +149,7 @@ def test_arrays_are_created_where_the_rules_say() -> None:
         kinds(state["moments"])
     )
     # The values are those that device arrays would have.
-    plain = make_state(make_manager())
+    plain = init(make_manager())
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(x, y)
     axes = (sw.EMBED, sw.MLP_INTERMEDIATE)
@@ -182,7 +193,7 @@ def test_backend_decides_the_kind_of_host_memory(
     ("sizes", "axis_types"),
     [("fsdp:2,tp:4", "auto"), ("fsdp:8", "explicit"), ("dp:2,fsdp:4", "auto")],
 )
-@pytest.mark.full(but=["fsdp:2,tp:4-auto", "fsdp:8-explicit"])
+@pytest.mark.full(but=["fsdp:8-explicit"])
 def test_state_on_the_host_trains_alike(sizes: str, axis_types: str) -> None:
     expected_state, expected = train(
         pm := make_manager(sizes, axis_types), train_step, make_state(pm), 20

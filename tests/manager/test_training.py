@@ -26,6 +26,11 @@ SPECS = {
         (32, 16), jnp.float32, (sw.MLP_INTERMEDIATE, sw.EMBED), jax.nn.initializers.normal(0.1)
     ),
 }
+RANDOM = np.random.default_rng(1)
+VALUES = {
+    name: RANDOM.normal(size=spec.shape, scale=0.1).astype(np.float32)
+    for name, spec in SPECS.items()
+}
 OPTIMIZER = optax.adam(1e-2)
 # Over Explicit tp, plain `@` cannot contract a sharded dim, so that mesh has fsdp alone.
 KINDS = [("fsdp:2,tp:4", "auto"), ("fsdp:4,tp:2", "auto"), ("fsdp:8", "explicit")]
@@ -37,7 +42,8 @@ def make_manager(sizes: str = "fsdp:2,tp:4", axis_types: Any = "auto") -> sw.Par
 
 
 def make_state(pm: sw.PartitionManager, optimizer: Any = OPTIMIZER) -> dict[str, Any]:
-    params = pm.init(SPECS, jax.random.key(0))
+    # Copied, not drawn by `pm.init`, which would compile a program in each test.
+    params = jax.device_put(VALUES, pm.shardings(SPECS))
     return {
         "params": params,
         "moments": pm.init_state(optimizer, params, SPECS),

@@ -5,6 +5,7 @@ Each row is kind, mesh axes, semantic axes, bytes of one run and number of runs.
 
 from __future__ import annotations
 
+import functools
 import linecache
 from collections import Counter
 from collections.abc import Callable
@@ -191,10 +192,15 @@ MODELS: tuple[Planned, ...] = (
 )
 
 
+@functools.cache
+def planned(model: Planned) -> Any:
+    return model()
+
+
 def test_events_equal_counts_by_hand() -> None:
     wrong = {}
     for model in MODELS:
-        report, expected = model()
+        report, expected = planned(model)
         assert report.walked.complete
         if rows(report) != sorted(expected):
             wrong[model.__name__] = rows(report), sorted(expected)
@@ -211,7 +217,7 @@ def test_events_name_lines_of_their_models() -> None:
         "permute": ("dot_product_attention(",),
     }
     for model in MODELS:
-        report, _ = model()
+        report, _ = planned(model)
         for event in report.events:
             file, _, line = event.source.partition(":")
             text = linecache.getline(str(Path(__file__).with_name(file)), int(line))
@@ -235,9 +241,14 @@ def identities(rules: dict[str, dict[str, str]]) -> Counter[Identity]:
     )
 
 
+@functools.cache
+def unchanged() -> Counter[Identity]:
+    return identities({})
+
+
 def test_one_rule_changes_the_events_that_name_its_axis() -> None:
     """If an axis is replicated, exactly the events that it causes are gone, and none is new."""
-    before = identities({})
+    before = unchanged()
     for axis in ("batch", "vocab", "mlp_intermediate"):
         after = identities({"rules": {axis: "-"}})
         named = {key: count for key, count in before.items() if axis.upper() in key[2]}
@@ -247,7 +258,7 @@ def test_one_rule_changes_the_events_that_name_its_axis() -> None:
 
 
 def test_parameter_rule_changes_gathers_and_kinds_of_sums() -> None:
-    before, after = identities({}), identities({"params": {"embed": "-"}})
+    before, after = unchanged(), identities({"params": {"embed": "-"}})
     # The gradient of the embedding also gathers the indices, over the mesh axis of the batch.
     assert [key for key in before if key[0] == "all_gather" and "BATCH" not in key[2]] == [
         key for key in before if "EMBED" in key[2]

@@ -72,16 +72,16 @@ def test_many_shapes_take_bounded_memory(what: str, monkeypatch: pytest.MonkeyPa
 
     first = ask(1)
     tracemalloc.start()
-    for size in range(2, 400):
+    for size in range(2, 200):
         ask(size)
     gc.collect()
     before, _ = tracemalloc.get_traced_memory()
-    for size in range(400, 1200):
+    for size in range(200, 600):
         ask(size)
     gc.collect()
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert after - before < 200_000, "800 shapes of 1.1 kB"
+    assert after - before < 100_000, "400 shapes of 1.1 kB"
     assert ask(1) == first
 
 

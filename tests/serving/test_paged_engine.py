@@ -75,7 +75,7 @@ def test_preempted_requests_get_their_texts(options: dict[str, Any]) -> None:
 
 
 def test_pages_are_taken_as_a_text_grows() -> None:
-    engine = make(pages=9, slots=1)
+    engine = make(pages=12, slots=1)
     engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=12))
     held = []
     while engine.step():
@@ -111,6 +111,7 @@ def test_new_weights_share_no_page_of_the_old_ones() -> None:
     assert engine.report().shared_pages == 4
 
 
+@pytest.mark.full(but=["1"])
 @pytest.mark.parametrize("long", [1, 3])
 def test_short_prompts_are_read_between_chunks_of_long_ones(long: int) -> None:
     """A prompt waits for one chunk of every other one, whatever their lengths."""

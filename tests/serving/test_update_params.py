@@ -304,11 +304,12 @@ def test_deleted_weights_can_be_replaced() -> None:
 
 def test_bad_input() -> None:
     serve = manager_of("serve_tp", "dp:2,tp:4")
-    params = weights(3, serve)
+    zeros = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), decoder_specs(TINY))
+    params = jax.device_put(zeros, serve.shardings(decoder_specs(TINY)))
     engine, small = engine_of(params, serve), stub_engine()
     lacking = dict(params)
     lacking.pop("embedding")
-    wrong = jax.tree.map(lambda x: x[..., :1], params)
+    wrong = jax.tree.map(lambda x: x[..., :1], zeros)
     cases: list[tuple[Any, str]] = [
         (lambda: engine.update_params(lacking), facts("missing", path="params")),
         (lambda: engine.update_params({**params, "more": 1}), facts("unknown", path="params")),
@@ -347,7 +348,7 @@ def test_update_from_a_callback_is_refused() -> None:
     assert "between two steps" in str(seen[0])
 
 
-@pytest.mark.full(but=["True-dense"])
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 @pytest.mark.parametrize("committed", [False, True])
 def test_nothing_is_compiled_without_a_manager(kind: str, committed: bool) -> None:

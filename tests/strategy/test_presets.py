@@ -20,6 +20,12 @@ from tests.raising import raises
 PRESETS = sw.Strategy.presets()
 SERVING = ("serve_long_context", "serve_tp")
 TRAINING = tuple(sorted({*PRESETS} - {*SERVING}))
+# `make test` asks one mesh of a few axes, and one of all axes.
+EVERY_MESH = (
+    *(pytest.param(mesh, marks=pytest.mark.full) for mesh in MESHES[1:]),
+    MESHES[0],
+    "dp:2,fsdp:2,sp:2,ep:2,tp:2",
+)
 GENERATION = ("prefill", "insert", "decode")
 
 
@@ -107,7 +113,7 @@ LAYOUT_MEANS = [
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("mesh", [*MESHES, "dp:2,fsdp:2,sp:2,ep:2,tp:2"])
+@pytest.mark.parametrize("mesh", EVERY_MESH)
 def test_weight_layouts_equal_their_axes(preset: str, mesh: str) -> None:
     pm = manager(preset, mesh)
     for layout, axes in LAYOUT_MEANS:
@@ -430,7 +436,7 @@ TOKENS = {
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("mesh", [*MESHES, "dp:2,fsdp:2,sp:2,ep:2,tp:2"])
+@pytest.mark.parametrize("mesh", EVERY_MESH)
 def test_flat_tokens_are_sharded_like_dims(preset: str, mesh: str) -> None:
     pm = manager(preset, mesh)
     for mode in MODES:

@@ -584,7 +584,7 @@ data = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=data, format=st.sampled_from(["toml", "json"]))
 @example(data={"mesh": {}, "name": "\U0001f4a1"}, format="toml")

@@ -29,11 +29,6 @@ from tests.raising import Facts, facts, raises
 CONFIGS = Path(__file__).parent / "configs"
 DECODERS = {name for name, family in FAMILIES.items() if family.read}
 FILES = sorted(CONFIGS.glob("*.json"))
-# `make test` asks one with experts and latent attention.
-MOST = [
-    pytest.param(file, marks=() if file.stem == "deepseek-v3" else (pytest.mark.full,))
-    for file in FILES
-]
 
 # Parameters that the published checkpoints have, and how many the reference decoder has more. Each
 # difference is one that `notes` names.
@@ -143,7 +138,7 @@ def logits_of(sizes: Any, params: Any, x: Any) -> Any:
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-@pytest.mark.parametrize("file", MOST, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 @pytest.mark.full
 def test_prefill_gives_the_logits_of_training(file: Path, tmp_path: Path) -> None:
     """Scanned layers without caches, and sharded single layers with caches, agree.
@@ -311,7 +306,8 @@ def four_devices() -> jax.sharding.Mesh:
     return sw.create_mesh("fsdp:2,tp:2", devices=jax.devices()[:4])
 
 
-@pytest.mark.parametrize("file", MOST, ids=lambda file: file.stem)
+@pytest.mark.full
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_mode_is_planned(file: Path, tmp_path: Path) -> None:
     path = small_config(file, tmp_path, torch_dtype="bfloat16")
     sizes = read_config(path, param="float32")
@@ -539,6 +535,7 @@ def in_stages(schedule: str, repeats: int, *, mode: str) -> sw.PartitionManager:
     return sw.PartitionManager(strategy, mesh=cpu_mesh("pp:2,fsdp:2"), mode=mode)
 
 
+@pytest.mark.full
 def test_layers_run_in_the_stages_of_a_pipeline(tmp_path: Path) -> None:
     changes = {"num_hidden_layers": 4, "sliding_window": 4}
     sizes = read_config(small_config(CONFIGS / "gemma-2-9b.json", tmp_path, **changes))
@@ -562,6 +559,13 @@ def test_layers_run_in_the_stages_of_a_pipeline(tmp_path: Path) -> None:
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-4 * float(np.abs(other).max()))
     kinds = {each.kind for each in read_collectives(program, pm.mesh) if "pp" in each.mesh_axes}
     assert Kind.PERMUTE in kinds
+
+
+def test_stages_send_their_results(tmp_path: Path) -> None:
+    sizes = read_config(small_config(CONFIGS / "llama-3-8b.json", tmp_path, num_hidden_layers=4))
+    train = programs(sizes, batch=16, length=8)["train"]
+    with in_stages("gpipe", 1, mode="train"):
+        assert "ppermute" in str(jax.make_jaxpr(train.function)(*train.shapes))
 
 
 def test_what_no_stage_runs_is_refused(tmp_path: Path) -> None:

@@ -25,12 +25,6 @@ from tests.interop.hf import small_decoders
 from tests.raising import Facts, facts, raises
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# `make test` asks one with pairs of norms, windows and soft caps, and one with experts.
-ASKED = ("gemma2", "mixtral")
-FAMILIES = [
-    pytest.param(name, marks=() if name in ASKED else (pytest.mark.full,))
-    for name in small_decoders.CONFIGS
-]
 
 
 @functools.cache
@@ -74,7 +68,9 @@ def logits_of(decoder: hf.LoadedDecoder, pm: sw.PartitionManager, name: str) -> 
     return logits
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# `make test` asks one with experts. The engine below serves one with windows and pairs of norms.
+@pytest.mark.full(but=["mixtral"])
+@pytest.mark.parametrize("name", small_decoders.CONFIGS)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     decoder = hf.decoder(write(tmp_path, name))
     logits = logits_of(decoder, manager("fsdp_tp", "fsdp:2,tp:2"), name)
@@ -103,9 +99,8 @@ def test_an_engine_writes_the_tokens_of_transformers(tmp_path: Path) -> None:
     assert [each.tokens[0] for each in done] == wanted
 
 
-@pytest.mark.parametrize(
-    "kinds", [["sliding", "paged"], pytest.param(["dense", "sliding"], marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kinds", [["sliding", "paged"], ["dense", "sliding"]])
 def test_windows_give_the_same_tokens_with_each_kind_of_cache(
     kinds: list[str], tmp_path: Path
 ) -> None:

@@ -18,13 +18,18 @@ from tests.raising import Facts, facts, raises
 X = np.random.default_rng(0).normal(size=(64, 3, 96)).astype(np.float32)
 X *= np.exp2(np.random.default_rng(1).integers(-40, 40, size=(64, 1, 96))).astype(np.float32)
 
+# One program each instead of one for each operation.
+quantize_tensor = jax.jit(fp8.quantize_tensor, static_argnums=2)
+quantize_blocks = jax.jit(fp8.quantize_blocks, static_argnums=(1, 2))
+dequantize = jax.jit(fp8.dequantize, static_argnums=1)
+
 
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
 def test_tensor_equals_numpy(form: str) -> None:
     limit = float(ml_dtypes.finfo(form).max)
     assert largest(form) == limit
     scale = np.float32(limit / 2.0)  # values above 2 saturate
-    quantized = fp8.quantize_tensor(jnp.asarray(X), jnp.float32(scale), form)
+    quantized = quantize_tensor(jnp.asarray(X), jnp.float32(scale), form)
     wanted = np.clip(X * scale, -limit, limit).astype(form)
     np.testing.assert_array_equal(np.asarray(quantized.value), wanted)
     np.testing.assert_array_equal(quantized.scale, np.float32(1) / scale)
@@ -49,11 +54,11 @@ def block_by_block(x: np.ndarray, dim: int, form: str) -> tuple[np.ndarray, np.n
 def test_blocks_equal_numpy(dim: int, form: str) -> None:
     x = X.copy()
     x[:, 1] = 0.0  # blocks of zeros
-    quantized = jax.jit(lambda x: fp8.quantize_blocks(x, dim, form))(x)
+    quantized = quantize_blocks(x, dim, form)
     values, powers = block_by_block(x, dim, form)
     np.testing.assert_array_equal(np.asarray(quantized.value), values)
     np.testing.assert_array_equal(np.exp2(np.asarray(quantized.scale, np.float64) - 127), powers)
-    back = fp8.dequantize(quantized, jnp.float32)
+    back = dequantize(quantized, jnp.float32)
     wanted = values.astype(np.float64) * np.repeat(powers, 32, axis=dim)
     np.testing.assert_array_equal(back, wanted.astype(np.float32))
     assert np.all(np.asarray(back)[:, 1] == 0)
@@ -61,7 +66,7 @@ def test_blocks_equal_numpy(dim: int, form: str) -> None:
 
 def test_amax_of_a_power_of_two_is_not_rounded_up() -> None:
     for amax, power in ((448.0, 127), (449.0, 128), (447.0, 127), (224.0, 126)):
-        quantized = fp8.quantize_blocks(jnp.full(32, amax), 0, "float8_e4m3fn")
+        quantized = quantize_blocks(jnp.full(32, amax), 0, "float8_e4m3fn")
         assert int(quantized.scale[0]) == power, amax
 
 
@@ -83,12 +88,12 @@ def test_blocks_of_the_smallest_scale() -> None:
 def test_values_that_are_not_finite(bad: float) -> None:
     x = np.ones((2, 64), np.float32)
     x[0, 3] = bad
-    blocks = fp8.dequantize(fp8.quantize_blocks(jnp.asarray(x), 1, "float8_e4m3fn"), jnp.float32)
+    blocks = dequantize(quantize_blocks(jnp.asarray(x), 1, "float8_e4m3fn"), jnp.float32)
     wrong = np.isnan(np.asarray(blocks))
     assert wrong[0, :32].all()
     assert not wrong[0, 32:].any()
     assert not wrong[1].any()
-    tensor = fp8.quantize_tensor(jnp.asarray(x), jnp.float32(1), "float8_e4m3fn")
+    tensor = quantize_tensor(jnp.asarray(x), jnp.float32(1), "float8_e4m3fn")
     value = np.asarray(tensor.value, np.float32)
     assert np.isnan(value[0, 3]) if np.isnan(bad) else value[0, 3] == 448
     assert np.all(value[1] == 1)

@@ -13,6 +13,8 @@ from shardwright.layers import moe
 from shardwright.layers.moe.routing import route, shares
 from tests.layers.moe.reference import config, error, manager, parameters, tokens
 
+routed = jax.jit(route, static_argnums=0)
+
 
 def numpy_routes(
     moe_config: moe.MoEConfig, logits: np.ndarray, bias: np.ndarray
@@ -54,7 +56,7 @@ def test_routes_equal_numpy() -> None:
                 scale=scale,
             )
             router, x = parameters(moe_config)["router"], tokens(32, 16)
-            routes = route(moe_config, router, jnp.asarray(bias, jnp.float32), x)
+            routes = routed(moe_config, router, jnp.asarray(bias, jnp.float32), x)
             expected = numpy_routes(moe_config, x @ router, bias)
             for row, wanted in enumerate(expected):
                 weights = dict(zip(routes.experts[row].tolist(), routes.weights[row], strict=True))
@@ -65,22 +67,26 @@ def test_routes_equal_numpy() -> None:
     assert not faults
 
 
-@pytest.mark.parametrize("least", [-20.0, -50.0, -200.0, -1e30])
-def test_weights_where_all_scores_underflow(least: float) -> None:
-    """The weights are those of the logarithms: positive, with sum 1, and with a finite gradient."""
+@jax.jit
+def underflowing(router: Any) -> Any:
     moe_config = config(score="sigmoid", balance_loss=0.1)
-    logits = np.full((2, 8), 2 * least, np.float32)
-    logits[0, :2] = least + 1, least
-    logits[1] = least
     x = np.eye(2, 16, dtype=np.float32)
-    router = np.zeros((16, 8), np.float32)
-    router[:2] = logits
 
     def weighted(router: Any) -> Any:
         routes = route(moe_config, router, None, x)
         return jnp.sum(routes.weights * jnp.array([0.0, 3.0])) + routes.probabilities[0, 0], routes
 
-    gradient, routes = jax.jit(jax.grad(weighted, has_aux=True))(router)
+    return jax.grad(weighted, has_aux=True)(router)
+
+
+@pytest.mark.parametrize("least", [-20.0, -50.0, -200.0, -1e30])
+def test_weights_where_all_scores_underflow(least: float) -> None:
+    """The weights are those of the logarithms: positive, with sum 1, and with a finite gradient."""
+    router = np.zeros((16, 8), np.float32)
+    router[:2] = 2 * least
+    router[0, :2] = least + 1, least
+    router[1] = least
+    gradient, routes = underflowing(router)
     second = float(jax.nn.sigmoid(1.0)) if least > -1e10 else 0.5
     np.testing.assert_allclose(routes.weights[0], [second, 1 - second], rtol=1e-5)
     np.testing.assert_allclose(routes.weights[1], [0.5, 0.5], rtol=1e-6)
@@ -105,13 +111,13 @@ def test_bias_that_picks_experts_without_score() -> None:
     router = np.zeros((16, 8), np.float32)
     router[0, 0] = 200
     bias = jnp.zeros(8).at[0].set(-10.0)
-    routes = route(config(), router, bias, x)
+    routes = routed(config(), router, bias, x)
     assert routes.experts.tolist() == [[1, 2]]
     np.testing.assert_allclose(routes.weights, [[0.5, 0.5]])
 
 
 def test_equal_scores_go_to_the_lower_index() -> None:
-    routes = route(config(), np.zeros((16, 8), np.float32), None, tokens(4, 16))
+    routes = routed(config(), np.zeros((16, 8), np.float32), None, tokens(4, 16))
     assert routes.experts.tolist() == [[0, 1]] * 4
 
 
