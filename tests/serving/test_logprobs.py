@@ -38,7 +38,7 @@ def test_logprobs_are_those_of_the_model(options: dict[str, Any]) -> None:
 
 
 def test_logprobs_leave_out_a_stop_sequence() -> None:
-    engine = serving.Engine(stub, np.int32(1), shape=SHAPE, slots=1, capacity=16)
+    engine = serving.Engine(stub, np.int32(1), shape=SHAPE, slots=2, capacity=16, prefill_chunk=3)
     text = text_of([1, 2], 5, shift=1)
     done = engine.run([Request(prompt=[1, 2], max_new_tokens=8, stop=[text[3]])])[0]
     assert len(done.logprobs) == len(done.tokens) == text.index(text[3])
