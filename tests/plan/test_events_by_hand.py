@@ -193,14 +193,14 @@ MODELS: tuple[Planned, ...] = (
 
 
 @functools.cache
-def planned(model: Planned) -> Any:
+def once(model: Planned) -> Any:
     return model()
 
 
 def test_events_equal_counts_by_hand() -> None:
     wrong = {}
     for model in MODELS:
-        report, expected = planned(model)
+        report, expected = once(model)
         assert report.walked.complete
         if rows(report) != sorted(expected):
             wrong[model.__name__] = rows(report), sorted(expected)
@@ -217,7 +217,7 @@ def test_events_name_lines_of_their_models() -> None:
         "permute": ("dot_product_attention(",),
     }
     for model in MODELS:
-        report, _ = planned(model)
+        report, _ = once(model)
         for event in report.events:
             file, _, line = event.source.partition(":")
             text = linecache.getline(str(Path(__file__).with_name(file)), int(line))
