@@ -81,9 +81,7 @@ def train_steps(
 ) -> tuple[Any, Any]:
     """Return the compiled train steps of the demo and of the hand-written model."""
     text, specs = MESHES[name]
-    # That of the demo, or one that compiles in half of the time and has a state too.
-    optimizer = optax.adamw(1e-3) if config is DEMO else optax.sgd(1e-3, momentum=0.9)
-    mesh = cpu_mesh(text)
+    mesh, optimizer = cpu_mesh(text), optax.adamw(1e-3)
     trainer = make_trainer(strategy_for(name) | own, config, optimizer, mesh=mesh)
     params = trainer.pm.abstract(decoder_specs(config))
     tokens = jax.ShapeDtypeStruct(
