@@ -18,8 +18,8 @@ from shardwright.cli.main import main
 from shardwright.cli.show import ProgressLine
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import parse_topology, read_hardware
-from shardwright.plan.planner import Program
-from shardwright.plan.search import SearchReport
+from shardwright.plan.planner import Program, trace_program
+from shardwright.plan.search import SearchReport, run
 from shardwright.plan.search.result import utilization
 from shardwright.plan.search.run import SearchProgress
 from shardwright.show.search import search_text
@@ -290,6 +290,90 @@ def test_candidates_that_do_not_fit_may_be_kept() -> None:
     assert len(kept.candidates) == len(memories)
     assert {one.verdict for one in kept.candidates} == {Verdict.DOES_NOT_FIT}
     assert "does not fit" not in kept.dropped
+
+
+def for_any_mesh(function: Any) -> Program:
+    return dataclasses.replace(program(32), function=function, any_mesh=True)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The meshes on which a search traces a program."""
+    meshes: list[str] = []
+
+    def trace(manager: Any, *arguments: Any) -> Any:
+        sizes = manager.mesh.shape.items()
+        meshes.append(",".join(f"{axis}:{size}" for axis, size in sizes if size > 1))
+        return trace_program(manager, *arguments)
+
+    monkeypatch.setattr(run, "trace_program", trace)
+    return meshes
+
+
+def asking(params: Any, x: Any) -> Any:
+    """A program whose trace depends on the mesh, because it asks for a spec."""
+    manager = sw.current_manager()
+    assert manager is not None
+    manager.explain(HIDDEN, shape=x.shape)
+    return forward(params, x)
+
+
+def test_only_what_is_walked_is_traced(traced: list[str]) -> None:
+    options: dict[str, Any] = {"axes": ("fsdp", "tp"), "topology": "v5e:2x4"}
+    found = sw.search(for_any_mesh(asking), **options, walks=2)
+    assert traced[0] == ""  # one device, by which all candidates are judged
+    assert sorted(traced[1:]) == sorted({one.mesh for one in found.candidates})
+    assert found.walked == 2
+    every = sw.search(dataclasses.replace(for_any_mesh(asking), any_mesh=False), **options)
+    assert found.judged == every.judged
+    planned = {(one.name, one.mesh): one.costs for one in every.candidates}
+    assert {(one.name, one.mesh) for one in found.candidates} < planned.keys()
+    assert all(one.costs == planned[one.name, one.mesh] for one in found.candidates)
+
+
+def test_next_candidate_takes_the_place_of_one_that_fails(traced: list[str]) -> None:
+    def refusing(params: Any, x: Any) -> Any:
+        manager = sw.current_manager()
+        assert manager is not None
+        if manager.mesh.shape["tp"] == 2 or manager.mesh.shape["fsdp"] > 8:
+            raise sw.StrategyError("this mesh does not suit me", fix="choose another one")
+        return asking(params, x)
+
+    strategies = {"fsdp_tp": sw.Strategy.preset("fsdp_tp")}
+    options: dict[str, Any] = {"axes": ("fsdp", "tp"), "topology": "v5e:2x4"}
+    every = sw.search(for_any_mesh(refusing), strategies, **options)
+    assert {one.mesh for one in every.candidates} == {"fsdp:8", "fsdp:2,tp:4"}
+    assert every.dropped["StrategyError"] == 1
+    assert every.examples["StrategyError"].startswith("fsdp_tp on fsdp:4,tp:2: this mesh does not")
+    two = sw.search(for_any_mesh(refusing), strategies, **options, walks=2)
+    assert {one.mesh for one in two.candidates} == {"fsdp:8", "fsdp:2,tp:4"}
+    assert "fsdp:4,tp:2" in traced
+    with raises(sw.StrategyError, "does not suit me"):
+        sw.search(for_any_mesh(refusing), strategies, **options, pins=("mesh.tp = 2",))
+
+
+def test_annotations_that_one_device_lacks_make_programs_differ() -> None:
+    def forward(params: Any, x: Any) -> Any:
+        manager = sw.current_manager()
+        assert manager is not None
+        x = sw.shard(x, HIDDEN)
+        if manager.mesh.size > 1:
+            x = sw.shard(x, sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)
+        return x @ params["up"]
+
+    params = {"up": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)}
+    up = {"up": sw.ArraySpec((64, 256), jnp.bfloat16, (sw.EMBED, sw.EMPTY))}
+    x = jax.ShapeDtypeStruct((32, 16, 64), jnp.bfloat16)
+    found = sw.search(
+        Program(forward, (params, x), (up, HIDDEN), any_mesh=True),
+        {"fsdp_tp": sw.Strategy.preset("fsdp_tp")},
+        topology="v5e:2x4",
+        pins=("mesh.tp = 4", "mesh.fsdp = 2"),
+        vary={"mlp_intermediate": ("tp", "-"), "head": (None, "-")},
+    )
+    sent = {one.settings["mlp_intermediate"]: one.sent_bytes for one in found.candidates}
+    assert sent["tp"] != sent["-"]
+    assert found.dropped["same program as another"] == 2  # heads are not in this program
 
 
 def test_unused_mesh_axes_may_be_named() -> None:

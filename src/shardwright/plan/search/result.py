@@ -137,8 +137,8 @@ class SearchReport:
       walked: Number of walks. Candidates that differ only in the order of axes share a walk.
       skipped: Number of candidates that were not walked, because they ranked too low, or because
         the search was stopped.
-      examples: Reason -> the first candidate that was dropped for it, and its error. For `does not
-        fit` it is the candidate that needs least.
+      examples: Reason -> a candidate that was dropped for it, and its error. For `does not fit` it
+        is the candidate that needs least.
       fixed_axes: Mesh axes of the strategies that have one device in every candidate, because
         `axes` leaves them out.
       refused: Candidates on Explicit meshes that JAX refuses, and why. They come after all others.

@@ -1,15 +1,17 @@
 """Plan programs under every mesh of a slice and every setting of rules, and keep the best.
 
-Every candidate is resolved, and its state is counted. A walk over the trace then plans a candidate.
+Every candidate is resolved, and its state is counted. A walk over its trace then plans a candidate.
 In a small space all candidates are walked. In a large one, most of the walks go to the fastest by a
-closed form, and the others to the smallest by state. Nothing is compiled.
+closed form, and the others to the smallest by state. A trace takes longer than all else, and most
+meshes need one of their own. So candidates are judged by a trace on one device where the program
+allows it, and only those that are walked are traced. Nothing is compiled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -23,6 +25,7 @@ from shardwright.plan.planner import PlanReport, Program, price, program_state, 
 from shardwright.plan.renaming import Renaming
 from shardwright.plan.search.rank import (
     AnnotationRequest,
+    ResolvedAnnotation,
     closed_form,
     read_annotations,
     resolve_all,
@@ -40,9 +43,9 @@ from shardwright.vocabulary.units import bytes_text
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-# Programs that are walked by default: half a minute for a decoder. On 2xv5p:4x4x4, the best twenty
-# candidates of all 185 walks are among the 100.
-WALKS: Final = 100
+# Programs that are walked by default: half a minute for a decoder. On 2xv5p:4x4x4, 16xh100:8 and
+# 4xgb200:72, the best ten candidates of an 8B decoder among all walks are among these, too.
+WALKS: Final = 60
 _TOO_LARGE: Final = "does not fit"
 _UNUSED: Final = "a mesh axis that no tensor is sharded over"
 
@@ -195,8 +198,9 @@ class SearchProgress:
         return f"{self.doing} {self.done} of {self.all} candidates"
 
 
-# The sizes of the mesh and, for each mode, the number of its trace, the answers that shape it and
-# the mesh axes of each annotation. Equal programs have equal specs.
+# The sizes of the mesh and, for each mode, the number of a trace, the answers that shape it and the
+# mesh axes of each annotation. With the trace of the candidate itself, equal programs have equal
+# keys. A trace on one device may lack annotations, such as those of an exchange between experts.
 _ProgramKey = tuple[Any, ...]
 
 
@@ -217,7 +221,8 @@ class _Resolved:
       point: The candidate.
       strategy: Its strategy, with its mesh.
       layout: Assignment of its mesh axes to the slice.
-      specs: The resolved annotations. Candidates with equal specs share a walk.
+      specs: The annotations by which it was judged, resolved. Candidates with equal specs have one
+        rank, and are walked together.
       rank: Seconds by the closed form.
       held: Bytes of its state on one device.
     """
@@ -243,12 +248,14 @@ class _Search:
       traces: Traces with their annotations, by mode.
       single: Trace on one device with its annotations, by mode, of programs for `any_mesh`.
       shared: Modes whose single trace fits every candidate.
-      walks: Specs of a walked candidate -> its plans by mode.
+      walks: Key of a walked program -> its plans by mode. Candidates that differ only in the order
+        of axes share them.
       flops: Upper bound of the operations of all devices, by mode.
       tokens: Tokens of one run, by mode; 0 if no argument says so.
       dropped: Reason -> number of candidates.
       examples: Reason -> a candidate that was dropped for it, with its error.
       refused: Candidates that JAX refuses, and why.
+      first_error: Error of the first candidate that failed.
       smallest: Bytes of the candidate that needs least of those that do not fit.
       stopped: Whether `progress` has ended the search.
     """
@@ -271,6 +278,7 @@ class _Search:
     dropped: Counter[str] = dataclasses.field(default_factory=Counter)
     examples: dict[str, str] = dataclasses.field(default_factory=dict)
     refused: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    first_error: ShardingError | None = None
     smallest: float = math.inf
     stopped: bool = False
 
@@ -279,25 +287,15 @@ class _Search:
         points = self.space.points()
         # A pin that no strategy accepts would drop every candidate for the same reason.
         self.space.check_settings()
-        resolved, first_error = self._resolve_all(points)
+        groups: dict[_ProgramKey, list[_Resolved]] = {}
+        for each in self._resolve_all(points):
+            groups.setdefault(each.specs, []).append(each)
+        candidates = self._walk_best(groups, most)
         # A candidate that is too large has resolved, so the settings as such are valid.
-        if first_error is not None and not resolved and _TOO_LARGE not in self.dropped:
-            raise first_error
-        chosen = self._choose(resolved, most)
-        candidates = []
-        walked = [each for each in resolved if each.specs in chosen]
-        for number, each in enumerate(walked, 1):
-            if self.stopped:
-                self.dropped[STOPPED] += 1
-                continue
-            candidate = self._walk(each)
-            self._report("planned", number, len(walked))
-            if candidate.verdict is Verdict.DOES_NOT_FIT and not self.keep_large:
-                needed = max(report.memory.low for report in candidate.reports.values())
-                self._drop_large(each.point, needed)
-            else:
-                candidates.append(candidate)
-        skipped = len(resolved) - len(walked)
+        resolves = self.walks or _TOO_LARGE in self.dropped or self.stopped
+        if self.first_error is not None and not resolves:
+            raise self.first_error
+        skipped = sum(map(len, groups.values()))
         if skipped:
             self.dropped["not planned: ranked too low"] += skipped
         return SearchReport(
@@ -310,6 +308,17 @@ class _Search:
             fixed_axes=self.space.fixed_axes,
             refused=tuple(self.refused),
         )
+
+    def _drop(self, point: Point, error: ShardingError) -> None:
+        """Count a candidate that fails. Equal reasons are counted together."""
+        self.first_error = self.first_error or error
+        first = error.problems[0]
+        if isinstance(error, ProgramError):
+            self.refused.append((str(point), str(first)))
+            return
+        reason = f"{first.error.__name__} {first.axis}" if first.axis else first.error.__name__
+        self.dropped[reason] += 1
+        self.examples.setdefault(reason, f"{point}: {first}")
 
     def _drop_large(self, point: Point, needed: int) -> None:
         """Count a candidate that does not fit. Keep the one that needs least as the example."""
@@ -324,11 +333,9 @@ class _Search:
             answer = self.progress(SearchProgress(doing=doing, done=done, all=of))
             self.stopped = self.stopped or answer is False
 
-    def _resolve_all(self, points: Sequence[Point]) -> tuple[list[_Resolved], ShardingError | None]:
+    def _resolve_all(self, points: Sequence[Point]) -> list[_Resolved]:
         resolved: list[_Resolved] = []
-        seen: set[Any] = set()
         strategies: dict[Any, Strategy | ShardingError] = {}
-        first_error: ShardingError | None = None
         unused = UnusedAxes(self.space, self.programs)
         for number, point in enumerate(points, 1):
             if self.stopped:
@@ -342,31 +349,12 @@ class _Search:
                     self.examples.setdefault(_UNUSED, f"{point}: {', '.join(idle)}")
                     continue
                 each = self._resolve(point, strategy)
-            except ProgramError as error:
-                self.refused.append((str(point), str(error.problems[0])))
-                first_error = first_error or error
-                continue
             except ShardingError as error:
-                # Equal reasons are counted together.
-                first = error.problems[0]
-                reason = (
-                    f"{first.error.__name__} {first.axis}" if first.axis else first.error.__name__
-                )
-                self.dropped[reason] += 1
-                self.examples.setdefault(reason, f"{point}: {error.problems[0]}")
-                first_error = first_error or error
+                self._drop(point, error)
                 continue
-            if each is None:
-                continue
-            # Mesh axes of size 1 change nothing, so several points may be one program.
-            layout = each.layout
-            key = (point.name, each.specs, repr((layout.parts, layout.crossing)))
-            if key in seen:
-                self.dropped["same program as another"] += 1
-                continue
-            seen.add(key)
-            resolved.append(each)
-        return resolved, first_error
+            if each is not None:
+                resolved.append(each)
+        return resolved
 
     def _strategy(self, point: Point, known: dict[Any, Strategy | ShardingError]) -> Strategy:
         """Return the strategy of a point, without its mesh. Points with equal settings share it."""
@@ -387,35 +375,19 @@ class _Search:
         layout = lay_out(self.topology, point.sizes)
         strategy = base | type(base)(mesh=dict(point.sizes), dcn=dict(layout.crossing))
         manager = _manager(strategy, point)
-        sizes = {axis: size for axis, size in point.sizes.items() if size > 1}
-        # Specs name mesh axes without sizes, so the sizes are part of the key.
-        specs: list[Any] = [tuple(sorted(sizes.items()))]
         # The state needs no trace of its own, while the annotations below may need one per mesh.
         held = max(self._held(manager.for_mode(mode), mode) for mode in self.programs)
         if held > self.topology.chip.hbm_bytes and not self.keep_large:
             self._drop_large(point, held)
             return None
-        rank = 0.0
+        sizes = {axis: size for axis, size in point.sizes.items() if size > 1}
+        # Specs name mesh axes without sizes, so the sizes are part of the key.
+        rank, specs = 0.0, [tuple(sorted(sizes.items()))]
         for mode in self.programs:
             in_mode = manager.for_mode(mode)
-            if mode in self.single:
-                # If it does not resolve, a trace would fail too, after most of a second.
-                resolve_all(in_mode, self.single[mode][1], sizes)
-            shared = self._trace(in_mode, mode)
+            shared = self._judged_by(in_mode, mode)
             resolved = resolve_all(in_mode, shared.requests, sizes)
-            answers: tuple[Any, ...] = ()
-            if not shared.trace.fits_all:
-                # The program itself asked for specs or sizes while it was traced. Equal answers
-                # are part of the key, because its equations depend on them.
-                asked = (known.request for known in shared.trace.answers)
-                answers = (
-                    tuple(sorted(point.sizes.items())),
-                    manager.mesh.axis_types,
-                    *(in_mode.answer(each).spec for each in asked),
-                )
-            # An Explicit candidate has its own trace. Equal answers give it the same equations.
-            number = -1 if shared.trace.typed_for is not None else shared.number
-            specs.append((mode, number, answers, tuple(each.dims for each in resolved)))
+            specs.append(_key(shared, in_mode, resolved))
             rank += closed_form(resolved, in_mode, layout, flops=self.flops[mode])
         return _Resolved(
             point=point,
@@ -432,11 +404,22 @@ class _Search:
         if program.any_mesh and mode not in self.single and not is_typed(manager):
             one = manager.having(mesh=abstract_mesh(dict.fromkeys(manager.mesh.axis_names, 1)))
             traced = trace_program(one, program, self.topology)
+            self._count(one, traced, mode)
             self.single[mode] = traced, read_annotations(traced)
         elif mode not in self.single and not self.traces.get(mode):
             self._trace(manager, mode)
         traced, _ = self.single[mode] if mode in self.single else self.traces[mode][0]
         return program_state(manager, traced, program).of().per_device
+
+    def _judged_by(self, manager: PartitionManager, mode: str) -> _Shared:
+        """Return the trace whose annotations judge a candidate: on one device, or else its own."""
+        if mode in self.single:
+            single = _Shared(-1, *self.single[mode], {})
+            if not is_typed(manager):
+                return single
+            # If it does not resolve, a trace would fail too, after most of a second.
+            resolve_all(manager, single.requests, manager.mesh.shape)
+        return self._trace(manager, mode)
 
     def _trace(self, manager: PartitionManager, mode: str) -> _Shared:
         """Return a trace that fits a candidate."""
@@ -446,15 +429,19 @@ class _Search:
             if renaming is not None:
                 return _Shared(number, traced, requests, renaming)
         traced = trace_program(manager, program, self.topology)
-        if mode not in self.flops:
-            # Devices may repeat work, so this is an upper bound. All candidates use the same one.
-            flops = price(manager, traced, program).walked.flops
-            self.flops[mode] = float(flops * self.topology.devices)
-            self.tokens[mode] = max(map(_tokens, traced.inputs), default=0)
+        self._count(manager, traced, mode)
         if traced.fits_all:
             self.shared.add(mode)
         traces.append((traced, read_annotations(traced)))
         return _Shared(len(traces) - 1, *traces[-1], self._renaming(traced, manager, mode) or {})
+
+    def _count(self, manager: PartitionManager, traced: Trace, mode: str) -> None:
+        """Count the operations and the tokens of a mode, once for all candidates."""
+        if mode not in self.flops:
+            # Devices may repeat work, so this is an upper bound if there are several.
+            flops = price(manager, traced, self.programs[mode]).walked.flops
+            self.flops[mode] = float(flops * manager.mesh.size)
+            self.tokens[mode] = max(map(_tokens, traced.inputs), default=0)
 
     def _renaming(self, traced: Trace, manager: PartitionManager, mode: str) -> Renaming | None:
         """Return how the axes of a trace are renamed for a candidate, or None if it differs."""
@@ -465,36 +452,73 @@ class _Search:
             return traced.renaming(manager)
         return {} if traced.fits(manager) else None
 
-    def _choose(self, resolved: Sequence[_Resolved], most: int) -> set[_ProgramKey]:
-        """Return what to walk: three quarters by the closed form, the others by their state."""
-        # Candidates with equal specs differ in their links. The best one ranks their walk.
-        best: dict[_ProgramKey, tuple[float, int]] = {}
-        for each in resolved:
-            rank, held = best.get(each.specs, (each.rank, each.held))
-            best[each.specs] = min(rank, each.rank), min(held, each.held)
-        if len(best) <= most:
-            return set(best)
-        # Sorting is stable, so equal ranks keep the order of the space.
-        fastest = sorted(best, key=lambda specs: best[specs][0])
-        smallest = sorted(best, key=lambda specs: (best[specs][1], best[specs][0]))
-        # The closed form counts no memory, so a quarter of the walks goes to small states.
-        chosen = dict.fromkeys(fastest[: most - most // 4])
-        for specs in smallest:
-            if len(chosen) >= most:
-                break
-            chosen[specs] = None
-        return set(chosen)
+    def _walk_best(self, groups: dict[_ProgramKey, list[_Resolved]], most: int) -> list[Candidate]:
+        """Walk the groups that rank best, and remove them from `groups`."""
+        ranked = _ranked(groups, most)
+        best = set(ranked[:most])
+        # In the order of the space: the trace of a mesh with few large axes also fits meshes where
+        # several small ones take their place, but not the other way round (`find_renaming`).
+        chosen, others = deque(each for each in groups if each in best), deque(ranked[most:])
+        of, done = sum(len(groups[specs]) for specs in chosen), 0
+        candidates = []
+        seen: set[Any] = set()
+        while chosen:
+            failed = 0
+            group = groups.pop(chosen.popleft())
+            for each in group:
+                if self.stopped:
+                    self.dropped[STOPPED] += 1
+                    continue
+                done += 1
+                try:
+                    candidate = self._walk(each, seen)
+                except ShardingError as error:
+                    self._drop(each.point, error)
+                    failed += 1
+                else:
+                    candidates += [] if candidate is None else [candidate]
+                self._report("planned", done, of)
+            # Only a trace of its own shows that a candidate fails. The next one takes its place.
+            if failed == len(group) and others:
+                chosen.append(others.popleft())
+                of += len(groups[chosen[-1]])
+        return candidates
 
-    def _walk(self, each: _Resolved) -> Candidate:
-        """Walk a candidate. Candidates that differ only in the order of axes share their walks."""
+    def _walk(self, each: _Resolved, seen: set[Any]) -> Candidate | None:
+        """Walk a candidate. If it does not fit or repeats another, count it and return None.
+
+        Args:
+          each: The candidate.
+          seen: What was walked, to be extended.
+
+        Raises:
+          ShardingError: The program cannot be traced under the candidate.
+        """
         manager = _manager(each.strategy, each.point)
-        if each.specs not in self.walks:
-            reports = {}
-            for mode, program in self.programs.items():
-                in_mode = manager.for_mode(mode)
-                shared = self._trace(in_mode, mode)
-                reports[mode] = price(in_mode, shared.trace, program, renaming=shared.renaming)
-            self.walks[each.specs] = reports
+        sizes = {axis: size for axis, size in each.point.sizes.items() if size > 1}
+        traces: dict[str, _Shared] = {}
+        key: _ProgramKey = (tuple(sorted(sizes.items())),)
+        for mode in self.programs:
+            in_mode = manager.for_mode(mode)
+            traces[mode] = shared = self._trace(in_mode, mode)
+            key += (_key(shared, in_mode, resolve_all(in_mode, shared.requests, sizes)),)
+        # Settings may change nothing, so several points of a strategy may be one program.
+        layout = each.layout
+        program_on_links = (each.point.name, key, repr((layout.parts, layout.crossing)))
+        if program_on_links in seen:
+            self.dropped["same program as another"] += 1
+            return None
+        seen.add(program_on_links)
+        if key not in self.walks:
+            self.walks[key] = {
+                mode: price(
+                    manager.for_mode(mode),
+                    shared.trace,
+                    self.programs[mode],
+                    renaming=shared.renaming,
+                )
+                for mode, shared in traces.items()
+            }
         mesh = ",".join(f"{axis}:{size}" for axis, size in each.point.sizes.items())
         # The order of the axes decides their links, which are in the layout. What is sent is the
         # same, so only the layout of a shared walk is replaced.
@@ -502,9 +526,9 @@ class _Search:
             mode: dataclasses.replace(
                 report, strategy=each.strategy.name, mesh=mesh, layout=each.layout
             )
-            for mode, report in self.walks[each.specs].items()
+            for mode, report in self.walks[key].items()
         }
-        return Candidate(
+        candidate = Candidate(
             name=each.point.name,
             sizes=each.point.sizes,
             settings=each.point.settings,
@@ -513,6 +537,46 @@ class _Search:
             position=list(self.space.strategies).index(each.point.name),
             tokens={mode: count for mode, count in self.tokens.items() if count},
         )
+        if candidate.verdict is Verdict.DOES_NOT_FIT and not self.keep_large:
+            self._drop_large(each.point, max(report.memory.low for report in reports.values()))
+            return None
+        return candidate
+
+
+def _key(
+    shared: _Shared, manager: PartitionManager, resolved: Sequence[ResolvedAnnotation]
+) -> tuple[Any, ...]:
+    """Return what a walk of one mode depends on, beside the sizes of the mesh."""
+    traced = shared.trace
+    answers: tuple[Any, ...] = ()
+    if not traced.fits_all:
+        # The program itself asked for specs or sizes while it was traced. Equal answers are part of
+        # the key, because its equations depend on them.
+        answers = (
+            tuple(sorted(manager.mesh.shape.items())),
+            manager.mesh.axis_types,
+            *(manager.answer(known.request).spec for known in traced.answers),
+        )
+    # An Explicit candidate has its own trace. Equal answers give it the same equations.
+    number = -1 if traced.typed_for is not None else shared.number
+    return number, answers, tuple(each.dims for each in resolved)
+
+
+def _ranked(groups: Mapping[_ProgramKey, Sequence[_Resolved]], most: int) -> list[_ProgramKey]:
+    """Return all groups, first those to walk: three quarters by rank, the others by their state."""
+    # Candidates of a group differ in their links. The best one ranks it.
+    rank = {specs: min(each.rank for each in group) for specs, group in groups.items()}
+    held = {specs: min(each.held for each in group) for specs, group in groups.items()}
+    # Sorting is stable, so equal ranks keep the order of the space.
+    fastest = sorted(groups, key=lambda specs: rank[specs])
+    smallest = sorted(groups, key=lambda specs: (held[specs], rank[specs]))
+    # The closed form counts no memory, so a quarter of the walks goes to small states.
+    order = dict.fromkeys(fastest[: most - most // 4])
+    for specs in smallest:
+        if len(order) >= most:
+            break
+        order[specs] = None
+    return list(order | dict.fromkeys(fastest))
 
 
 def _manager(strategy: Strategy, point: Point) -> PartitionManager:
