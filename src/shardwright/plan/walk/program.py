@@ -211,7 +211,10 @@ def _follow(step: PlanStep) -> Sequence[ShardedValue]:
             # XLA moves loop-invariant code out of loops: only operands of a loop make a result run
             # again.
             runs = most_runs(step.values)
-            results = [dataclasses.replace(value, runs=runs) for value in results]
+            results = [
+                value if value.runs == runs else dataclasses.replace(value, runs=runs)
+                for value in results
+            ]
         results = as_typed(step, results)
         if step.place in step.scope.masks:
             # The sharding that the uses of this mask and those of equal masks require.
