@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import html.parser
 import json
+import math
+import re
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -33,6 +35,7 @@ LAYER = {
 }
 SPECS = {"layers": [LAYER, LAYER], "norm": sw.ArraySpec((64,), jnp.float32, (sw.NORM,))}
 ANNOTATIONS = {"parameters": SPECS, "optimizer": SPECS, "inputs": HIDDEN}
+INSIDE = {"activations": "activation", "weights in use": "use"}  # category -> role
 TOPOLOGY = "v5e:2x4"
 EVIL = '</script><img src=x onerror="window.hit = 1"><!--\u202e\x1b]'
 
@@ -117,6 +120,22 @@ def explained(candidate: Candidate) -> dict[tuple[str, str], sw.Resolution]:
     return answers
 
 
+def reasons(resolution: sw.Resolution) -> list[dict[str, Any]]:
+    found = []
+    for decision in resolution.decisions:
+        assert decision.rule is not None
+        found.append(
+            {
+                "axis": decision.label,
+                "over": list(decision.mesh_axes),
+                "rule": decision.rule.written,
+                "place": decision.rule.place,
+                "why": decision.why,
+            }
+        )
+    return found
+
+
 def test_numbers_are_those_of_the_plan() -> None:
     data = shown()
     assert len(data["candidates"]) == len(found().candidates) >= 6
@@ -141,7 +160,11 @@ def test_numbers_are_those_of_the_plan() -> None:
             lines[event.source] += event.total_wire_bytes
         assert by_line == lines
         assert sum(by_line.values()) == plan["sent"] == report.sent_bytes
-        held = sum(count * size for _, count, size, _ in plan["tensors"])
+        held = sum(
+            count * size
+            for number, count, size, _ in plan["tensors"]
+            if data["tensors"][number]["category"] not in INSIDE
+        )
         assert held == report.state.of().per_device
     assert data["usable"] == found().topology.chip.hbm_bytes
 
@@ -153,23 +176,42 @@ def test_reasons_are_those_of_explain() -> None:
             (data["tensors"][number]["category"], data["tensors"][number]["path"]): (count, dims)
             for number, count, _, dims in each["modes"]["train"]["tensors"]
         }
+        assert {category for category, _ in rows} == {*ANNOTATIONS, *INSIDE}
         for (category, path), resolution in explained(candidate).items():
             pattern = path.replace("/0/", "/*/").replace("/1/", "/*/")
             count, dims = rows[category, pattern]
             assert count == (2 if "layers" in path else 1)
-            assert [data["decisions"][dim] for dim in dims] == [
-                {
-                    "axis": decision.label,
-                    "over": list(decision.mesh_axes),
-                    "rule": decision.rule.written,
-                    "place": decision.rule.place,
-                    "why": decision.why,
-                }
-                for decision in resolution.decisions
-            ]
+            assert [data["decisions"][dim] for dim in dims] == reasons(resolution)
     places = {each["place"].partition(":")[0] for each in data["decisions"]}
     assert places == {"fsdp_tp.toml", "fsdp_tp_sp.toml"}
     assert "tp: 2 % 4 != 0" in str([each["why"] for each in data["decisions"]])
+
+
+def test_activations_and_weights_in_use_have_rows() -> None:
+    data = shown()
+    inner = (sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE)
+    for candidate, each in zip(found().candidates, data["candidates"], strict=True):
+        manager = manager_of(candidate)
+        for category, axes, shape in (
+            ("activations", inner, (32, 16, 256)),
+            ("weights in use", LAYER["up"].axes, (64, 256)),
+        ):
+            resolution = manager.explain(*axes, shape=shape, role=INSIDE[category])
+            ((number, size, dims),) = [
+                (number, size, dims)
+                for number, _, size, dims in each["modes"]["train"]["tensors"]
+                if data["tensors"][number]["category"] == category
+                and data["tensors"][number]["shape"] == list(shape)
+            ]
+            assert [data["decisions"][dim] for dim in dims] == reasons(resolution)
+            parts = math.prod(candidate.sizes[axis] for dim in dims for axis in over(data, dim))
+            assert size * parts == math.prod(shape) * 4
+            assert re.fullmatch(r"test_explore\.py:\d+", data["tensors"][number]["path"])
+
+
+def over(data: dict[str, Any], dim: int) -> list[str]:
+    axes: list[str] = data["decisions"][dim]["over"]
+    return axes
 
 
 class Page(html.parser.HTMLParser):

@@ -13,23 +13,30 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 from jax.sharding import NamedSharding
 
 from shardwright.errors import visible
 from shardwright.manager.manager import PartitionManager
-from shardwright.plan.planner import PlanReport, Program, read_arguments
+from shardwright.plan.planner import PlanReport, Program, read_arguments, trace_program
+from shardwright.plan.search.rank import AnnotationRequest, read_annotations
 from shardwright.plan.search.result import Candidate
 from shardwright.plan.state import StateLeaf
+from shardwright.plan.walk.values import local_elements
+from shardwright.resolution.decisions import DimDecision
 from shardwright.resolution.partition_specs import entry_names
 from shardwright.resolution.request import ShardingRequest
+from shardwright.resolution.resolver import left_open
 from shardwright.show.html import html_text
 from shardwright.show.plain import plain
 from shardwright.show.plan import grouped_events, live_rows, sent_bytes, time_rows, unsure_lines
-from shardwright.vocabulary.axes import axis_label
+from shardwright.trees.tensors import whole_bytes
+from shardwright.vocabulary.axes import Role, axis_label
 from shardwright.vocabulary.modes import mode_name, parse_mode
 
 # A whole part of a path, as in `layers/12/mlp`.
 _NUMBER: Final = re.compile(r"(?<![^/])\d+(?![^/])")
+_INSIDE: Final = {Role.ACTIVATION: "activations", Role.USE: "weights in use"}
 
 
 def page_html(
@@ -91,6 +98,16 @@ def page_data(
         for label, by_mode in variants.items()
         for mode, program in by_mode.items()
     }
+    # Annotations depend on no strategy and no mesh, so the first candidate tells those of all.
+    inside: dict[tuple[str, str], list[AnnotationRequest]] = {}
+    for candidate in candidates:
+        for mode, report in candidate.reports.items():
+            key = candidate.variant, mode
+            if key not in inside:
+                topology = None if report.layout is None else report.layout.topology
+                manager = candidate.manager.for_mode(mode)
+                traced = trace_program(manager, programs[key], topology)
+                inside[key] = [each for each in read_annotations(traced) if each.runs]
     shown = [
         {
             "strategy": candidate.name,
@@ -101,12 +118,19 @@ def page_data(
             "modes": {
                 mode_name(mode): _plan(
                     report,
-                    _tensors(
-                        report,
-                        programs[candidate.variant, mode],
-                        candidate.manager.for_mode(mode),
-                        pools,
-                    ),
+                    [
+                        *_tensors(
+                            report,
+                            programs[candidate.variant, mode],
+                            candidate.manager.for_mode(mode),
+                            pools,
+                        ),
+                        *_annotated(
+                            inside[candidate.variant, mode],
+                            candidate.manager.for_mode(mode),
+                            pools,
+                        ),
+                    ],
                     pools,
                 )
                 for mode, report in candidate.reports.items()
@@ -219,21 +243,61 @@ def _tensors(
     ]
 
 
+def _annotated(
+    requests: Sequence[AnnotationRequest], manager: PartitionManager, pools: Mapping[str, _Pool]
+) -> list[list[Any]]:
+    """Return rows as `_tensors` does, for activations and for weights as they are used.
+
+    An annotation without a path has its line in place of it. Equal ones share a row.
+    """
+    rows: dict[tuple[Any, ...], dict[str, None]] = {}
+    for each in requests:
+        resolution = manager.answer(each.request)
+        if resolution.role not in _INSIDE:
+            continue  # a gradient or a weight as it is stored, which has a row already
+        decisions = (resolution if each.strict else left_open(resolution)).decisions
+        shape = tuple(each.request.shape or ())
+        dims = tuple(decision.mesh_axes for decision in decisions)
+        size = whole_bytes(local_elements(shape, dims, manager.mesh.shape), np.dtype(each.dtype))
+        positions = tuple(map(pools["decisions"].add, map(_decision, decisions)))
+        key = (_INSIDE[resolution.role], shape, each.dtype, size, positions)
+        name = _NUMBER.sub("*", each.request.path or "") or each.source
+        rows.setdefault(key, {})[name] = None
+    return [
+        [
+            pools["tensors"].add(
+                {
+                    "path": ", ".join(filter(None, names)),
+                    "category": category,
+                    "shape": list(shape),
+                    "dtype": dtype,
+                }
+            ),
+            1,
+            size,
+            list(positions),
+        ]
+        for (category, shape, dtype, size, positions), names in rows.items()
+    ]
+
+
+def _decision(decision: DimDecision) -> dict[str, Any]:
+    """Return the axis, mesh axes, rule, place and reason of a dim."""
+    return {
+        "axis": decision.label,
+        "over": list(decision.mesh_axes),
+        "rule": "" if decision.rule is None else decision.rule.written,
+        "place": "" if decision.rule is None else decision.rule.place,
+        "why": decision.why,
+    }
+
+
 def _decisions(
     source: ShardingRequest | NamedSharding | None, leaf: StateLeaf, manager: PartitionManager
 ) -> list[dict[str, Any]]:
-    """Return the axis, mesh axes, rule, place and reason of each dim."""
+    """Return the decision of each dim of an argument, or what its own sharding says."""
     if isinstance(source, ShardingRequest):
-        return [
-            {
-                "axis": decision.label,
-                "over": list(decision.mesh_axes),
-                "rule": "" if decision.rule is None else decision.rule.written,
-                "place": "" if decision.rule is None else decision.rule.place,
-                "why": decision.why,
-            }
-            for decision in manager.answer(source).decisions
-        ]
+        return [_decision(decision) for decision in manager.answer(source).decisions]
     spec = () if leaf.bytes.spec is None else leaf.bytes.spec.partitions
     entries = [*spec, *[None] * (len(leaf.bytes.shape) - len(spec))]
     why = "not annotated" if source is None else "the argument has this sharding"

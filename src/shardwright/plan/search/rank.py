@@ -39,7 +39,8 @@ class AnnotationRequest:
       number: Number of the request. Equal requests of one program have the same number.
       strict: Whether a dim that does not fit is an error, as for `shard`. For `hint`, it is left to
         the compiler.
-      bytes: Bytes of the whole array.
+      bytes: Bytes of the whole array; 0 for arguments and results.
+      dtype: Its element type; "" for arguments and results.
       runs: How often it runs; 0 for arguments and results.
       source: Line of the model, `model.py:12`; "" for arguments and results.
     """
@@ -47,8 +48,9 @@ class AnnotationRequest:
     request: ShardingRequest
     number: int
     strict: bool
-    bytes: int
-    runs: int
+    bytes: int = 0
+    dtype: str = ""
+    runs: int = 0
     source: str = ""
 
 
@@ -64,34 +66,38 @@ class ResolvedAnnotation:
 def read_annotations(traced: Trace) -> tuple[AnnotationRequest, ...]:
     """Return the annotations of a trace: of its arguments, its results and its equations."""
     ends = [each for each in (*traced.inputs, *traced.outputs) if isinstance(each, ShardingRequest)]
-    entries = [*((request, True, 0, 0, "") for request in ends), *_inside(traced.jaxpr, 1)]
+    found = [*((request, True, {}) for request in ends), *_inside(traced.jaxpr, 1, "")]
     numbers: dict[Any, int] = {}
     requests = []
-    for request, strict, size, runs, source in entries:
+    for request, strict, facts in found:
         # Without the source, since equal requests of several lines resolve alike.
         key = (repr(request.annotation), tuple(request.shape or ()), *request[2:], strict)
         number = numbers.setdefault(key, len(numbers))
-        requests.append(
-            AnnotationRequest(
-                request=request, number=number, strict=strict, bytes=size, runs=runs, source=source
-            )
-        )
+        requests.append(AnnotationRequest(request=request, number=number, strict=strict, **facts))
     return tuple(requests)
 
 
-def _inside(jaxpr: Any, runs: int) -> Iterator[tuple[ShardingRequest, bool, int, int, str]]:
-    """Yield request, strictness, bytes, runs and line of each annotation of a jaxpr."""
+def _inside(
+    jaxpr: Any, runs: int, outer: str
+) -> Iterator[tuple[ShardingRequest, bool, dict[str, Any]]]:
+    """Yield request, strictness and the other fields of each annotation of a jaxpr."""
     for equation in live_equations(jaxpr):
+        # Inside `gather`, JAX knows only the line of the call.
+        source = _jax.source_line(equation) or outer
         if equation.primitive is annotate_axes_p:
             annotation: Annotation = equation.params["annotation"]
             aval = equation.outvars[0].aval
-            size = aval.size * aval.dtype.itemsize
-            source = _jax.source_line(equation)
-            yield annotation.request, annotation.strict, size, runs, source
+            facts = {
+                "bytes": aval.size * aval.dtype.itemsize,
+                "dtype": str(aval.dtype),
+                "runs": runs,
+                "source": source,
+            }
+            yield annotation.request, annotation.strict, facts
         # The runs of a `while` are not known, so its body counts once.
         inner = runs * equation.params["length"] if equation.primitive.name == "scan" else runs
         for nested in nested_jaxprs(equation):
-            yield from _inside(nested, inner)
+            yield from _inside(nested, inner, source)
 
 
 def resolve_all(
