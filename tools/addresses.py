@@ -1,4 +1,4 @@
-"""Write the public address of the project into its metadata, before the site or a release is built.
+"""Write the public address of the project into its files, before the site or a release is built.
 
     python tools/addresses.py https://github.com/OWNER/NAME
 
@@ -13,10 +13,14 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+NOTEBOOK = "examples/quickstart.ipynb"
+_ADDRESS = re.compile(
+    r"^(repo_url|\[project\.urls\]|repository-code:)|colab\.research", re.MULTILINE
+)
 
 
 def write(repository: str, root: pathlib.Path = ROOT) -> None:
-    """Add the addresses to zensical.toml, pyproject.toml and CITATION.cff.
+    """Add the addresses to the metadata, the README and the notebook, which gets a link to Colab.
 
     Args:
       repository: Such as "https://github.com/OWNER/NAME".
@@ -34,19 +38,36 @@ def write(repository: str, root: pathlib.Path = ROOT) -> None:
         "Changelog": f"{repository}/blob/main/CHANGELOG.md",
     }
     table = "".join(f'{key} = "{url}"\n' for key, url in urls.items())
-    added = {
-        "zensical.toml": ("docs_dir =", f'site_url = "{site}"\nrepo_url = "{repository}"\n'),
-        "pyproject.toml": ("[project.optional-dependencies]", f"[project.urls]\n{table}\n"),
-        "CITATION.cff": ("license:", f"repository-code: {repository}\nurl: {site}\n"),
+    colab = f"https://colab.research.google.com/github/{owner}/{name}/blob/main/{NOTEBOOK}"
+    badge = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({colab})"
+    # File -> texts that are there once, and what takes their place.
+    changes = {
+        "zensical.toml": {
+            "\ndocs_dir =": f'\nsite_url = "{site}"\nrepo_url = "{repository}"\ndocs_dir ='
+        },
+        "pyproject.toml": {
+            "\n[project.optional-dependencies]": f"\n[project.urls]\n{table}"
+            "\n[project.optional-dependencies]"
+        },
+        "CITATION.cff": {"\nlicense:": f"\nrepository-code: {repository}\nurl: {site}\nlicense:"},
+        "README.md": {f"]({NOTEBOOK}):": f"]({NOTEBOOK}) ([open in Colab]({colab})):"},
+        NOTEBOOK: {
+            '    "# shardwright': f'    "{badge}\\n",\n    "\\n",\n    "# shardwright',
+            # Colab opens the notebook without the files beside it.
+            " ./shardwright": f" git+{repository}",
+        },
     }
-    for file, (before, lines) in added.items():
+    for file, pairs in changes.items():
         path = root / file
         text = path.read_text(encoding="utf-8")
-        if re.search(r"^(repo_url|\[project\.urls\]|repository-code:)", text, re.MULTILINE):
-            if lines not in text:
+        known = _ADDRESS.search(text)
+        for old, new in pairs.items():
+            if new in text:
+                continue
+            if known or text.count(old) != 1:
                 raise SystemExit(f"{file} has another address: remove it first")
-        else:
-            path.write_text(text.replace(f"\n{before}", f"\n{lines}{before}", 1), encoding="utf-8")
+            text = text.replace(old, new)
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

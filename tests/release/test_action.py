@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -147,7 +148,9 @@ def test_hook_takes_strategy_files(name: str) -> None:
 
 
 def test_addresses_have_one_source(tmp_path: Path) -> None:
-    for name in ("zensical.toml", "pyproject.toml", "CITATION.cff"):
+    (tmp_path / "examples").mkdir()
+    files = ("zensical.toml", "pyproject.toml", "CITATION.cff", "README.md", addresses.NOTEBOOK)
+    for name in files:
         (tmp_path / name).write_text((ROOT / name).read_text())
     for _ in range(2):  # a second run does nothing
         addresses.write("https://github.com/Owner/shardwright", tmp_path)
@@ -158,6 +161,15 @@ def test_addresses_have_one_source(tmp_path: Path) -> None:
     assert site["site_url"] == "https://owner.github.io/shardwright/"
     assert project["optional-dependencies"]
     assert (tmp_path / "CITATION.cff").read_text().count("repository-code:") == 1
+    colab = "https://colab.research.google.com/github/Owner/shardwright/blob/main/"
+    link = f"]({colab}{addresses.NOTEBOOK})"
+    assert (tmp_path / "README.md").read_text().count(link) == 1
+    head, install = json.loads((tmp_path / addresses.NOTEBOOK).read_text())["cells"][:2]
+    assert head["source"][0].endswith(f"{link}\n")
+    assert head["source"][2] == "# shardwright in five minutes\n"
+    assert (
+        "    %pip install --quiet git+https://github.com/Owner/shardwright\n" in install["source"]
+    )
     with pytest.raises(SystemExit, match="is not https"):
         addresses.write("shardwright", tmp_path)
     with pytest.raises(SystemExit, match="another address"):
