@@ -43,6 +43,7 @@ from shardwright.trees.initialize import stack_specs as stack_specs
 from shardwright.trees.paths import match_paths as match_paths
 from shardwright.vocabulary.annotations import ArraySpec as ArraySpec
 from shardwright.vocabulary.annotations import PartOf as PartOf
+from shardwright.vocabulary.annotations import Unreduced as Unreduced
 from shardwright.vocabulary.annotations import is_annotation as is_annotation
 from shardwright.vocabulary.annotations import stacked as stacked
 from shardwright.vocabulary.axes import BATCH as BATCH

@@ -150,8 +150,8 @@ ANNOTATIONS: dict[str, Call] = {
     "a literal spec too long": lambda scene: scene.pm.shard(scene.host, jax.P("dp", "tp", None)),
     "an ArraySpec of another rank": lambda scene: sw.ArraySpec((8, 8, 8), jnp.float32, KERNEL),
     "several dims in one text": lambda scene: scene.pm.shard(scene.host, "BATCH EMBED"),
-    "a literal spec that is unreduced": lambda scene: scene.pm.shard(
-        scene.host, jax.P("dp", unreduced={"tp"})
+    "a literal spec that is reduced": lambda scene: scene.pm.shard(
+        scene.host, jax.P("dp", reduced={"tp"})
     ),
     "a stack of a stack": lambda scene: sw.stacked(sw.stacked(sw.ColumnWise)),
     "a fractional number of layers": lambda scene: sw.stacked(

@@ -235,9 +235,7 @@ class TestStacked:
             sw.resolve(sw.stacked(P("dp")), rules, {"tp": 2, "model": 4}, shape=(3, 8))
 
     @pytest.mark.parametrize("use", [sw.stacked, lower])
-    def test_unreduced_spec_is_refused(self, use: Any) -> None:
-        with raises(sw.StrategyError, "spec", "unreduced", "dp", fix="jax.reshard"):
-            use(P("tp", unreduced={"dp"}))
+    def test_reduced_spec_is_refused(self, use: Any) -> None:
         with raises(sw.StrategyError, "spec", "reduced", "dp", fix="jax.reshard"):
             use(P("tp", reduced={"dp"}))
 

@@ -113,7 +113,7 @@ def _part(spec: PartitionSpec, axes: list[str]) -> PartitionSpec | None:
             entries.append(entry)
         else:
             entries.append(entry_of(tuple(axis for axis in entry_names(entry) if axis in axes)))
-    return canonical_spec(entries)
+    return canonical_spec(entries, spec.unreduced & {*axes})
 
 
 def order_problems(spec: PartitionSpec, types: Mapping[str, AxisType]) -> list[Problem]:
@@ -226,7 +226,7 @@ def _constrain_auto(x: Any, placement: Placement) -> Any:
 
 
 def _reshard(x: Any, placement: Placement) -> Any:
-    spec = _fill_unconstrained(placement.explicit, jax.typeof(x).sharding.spec)
+    spec = _filled(placement.explicit, jax.typeof(x).sharding.spec)
     if placement.ambient:
         return jax.reshard(x, spec)
     if isinstance(placement.mesh, AbstractMesh):
@@ -241,13 +241,16 @@ def _reshard_and_constrain(x: Any, placement: Placement) -> Any:
     return _constrain_auto(_reshard(x, placement), placement)
 
 
-def _fill_unconstrained(spec: Any, current: PartitionSpec) -> PartitionSpec:
-    """Replace each UNCONSTRAINED by the dim's current mesh axes that the spec does not use."""
-    if UNCONSTRAINED not in spec.partitions:
+def _filled(spec: Any, current: PartitionSpec) -> PartitionSpec:
+    """Fill a spec by that of the current type: UNCONSTRAINED dims, and `reduced` mesh axes.
+
+    Each UNCONSTRAINED becomes the dim's current mesh axes that the spec does not use.
+    """
+    if UNCONSTRAINED not in spec.partitions and not current.reduced:
         return spec  # type: ignore[no-any-return]
     # Only `with_sharding_constraint` takes UNCONSTRAINED. A mesh axis may be in a spec once, so a
     # dim gives up those of its mesh axes that the new spec uses elsewhere.
-    used = {axis for entry in spec.partitions for axis in entry_names(entry)}
+    used = {axis for entry in spec.partitions for axis in entry_names(entry)} | spec.unreduced
     current_entries = (*current.partitions, *[None] * len(spec.partitions))
     entries = []
     for entry, current_entry in zip(spec.partitions, current_entries, strict=False):
@@ -256,7 +259,13 @@ def _fill_unconstrained(spec: Any, current: PartitionSpec) -> PartitionSpec:
             if entry is UNCONSTRAINED
             else entry
         )
-    return PartitionSpec(*entries)
+    # The cotangent of a reduced array is unreduced, so a loop adds gradients without a collective.
+    # Without the mark, each would be reduced where it arises: right, but slow. A mesh axis that the
+    # array is gathered over gets the mark too, since JAX wants the sum of a matmul unreduced over
+    # all mesh axes that it contracts, or over none. The transpose is a reduce-scatter then.
+    sharded = {axis for entry in current.partitions for axis in entry_names(entry)}
+    reduced = current.reduced and (current.reduced | sharded) - used
+    return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=reduced)
 
 
 def no_devices() -> MeshSpecError:
@@ -295,7 +304,7 @@ def put(x: Any, placement: Placement, *, compared: bool = False) -> Any:
     # An array in host memory stays there.
     kind = None if current is None or current.memory_kind == "device" else current.memory_kind
     sharding = NamedSharding(
-        placement.mesh, _fill_unconstrained(placement.spec, current_spec), memory_kind=kind
+        placement.mesh, _filled(placement.spec, current_spec), memory_kind=kind
     )
     # For an array that is in place, `device_put` takes about 20 µs, 0.2 s for a tree of 10,000. An
     # uncommitted array has no placement that JAX keeps, so it goes through `device_put`.

@@ -23,6 +23,7 @@ from shardwright.mesh.build import MeshSizes, mesh_sizes
 from shardwright.processes import agreement
 from shardwright.processes.compare import ProcessGroup, ProcessOptions, process_group
 from shardwright.resolution.decisions import Outcome, Resolution
+from shardwright.resolution.partition_specs import entry_names
 from shardwright.resolution.problems import decision_rule, dim_problem
 from shardwright.resolution.recent import Recent
 from shardwright.resolution.request import ShardingRequest
@@ -266,13 +267,15 @@ class Manager:
         """
         resolution = explain_request(request.under(self.mode), self.rules, self.sizes)
         # Only a mix of axis types has specs that JAX cannot express: Auto before Explicit in one
-        # dim, or Manual after an axis that is not Manual.
-        if resolution.spec is None or (ambient is None and self._uniform):
+        # dim, or Manual after an axis that is not Manual. And only Explicit axes hold open sums.
+        spec = resolution.spec
+        if spec is None or (ambient is None and self._uniform and not spec.unreduced):
             return resolution
         mesh = self.mesh if ambient is None else ambient
-        if len(set(mesh.axis_types)) == 1:
+        if len(set(mesh.axis_types)) == 1 and not spec.unreduced:
             return resolution
         problems = [*_order_problems(resolution, mesh), *late_manual_problems(resolution)]
+        problems += _auto_sum_problems(resolution, mesh)
         if not problems:
             return resolution
         refused: Resolution = self.cache.keep(
@@ -385,6 +388,21 @@ def _order_problems(resolution: Resolution, mesh: Mesh | AbstractMesh) -> list[P
         for decision in resolution.decisions
         if decision.dim in problems
     ]
+
+
+def _auto_sum_problems(resolution: Resolution, mesh: Mesh | AbstractMesh) -> list[Problem]:
+    """Return a problem if a sum should stay unreduced over an Auto mesh axis."""
+    sums = resolution.unreduced
+    if sums is None:
+        return []
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    auto = [axis for axis in entry_names(sums.entry) if types[axis] is AxisType.Auto]
+    if not auto:
+        return []
+    what = f"{_joined(auto)} is Auto, and XLA alone decides where it reduces a sum over Auto axes"
+    fix = f'make it Explicit, axis_types = {{ {auto[0]} = "explicit" }}, or leave out Unreduced'
+    problem = dim_problem(MeshMismatchError, resolution, sums, what, mesh_axes=auto, fix=fix)
+    return [dataclasses.replace(problem, dim=None, axis=f"unreduced over {problem.axis}")]
 
 
 def late_manual_problems(resolution: Resolution) -> list[Problem]:

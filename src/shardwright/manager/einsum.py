@@ -154,7 +154,7 @@ def _sharded(matmul: _Contraction, operands: tuple[Any, ...], out: Any, mode: st
 def _place_result(matmul: _Contraction, placement: Placement, *operands: Any) -> Any:
     assert placement.explicit is not None
     entries = [None if entry is UNCONSTRAINED else entry for entry in placement.explicit.partitions]
-    spec: Any = PartitionSpec(*entries)
+    spec: Any = PartitionSpec(*entries, unreduced=placement.explicit.unreduced)
     # A bare spec requires an ambient mesh. A manager that is entered inside a trace sets none.
     if not placement.ambient:
         spec = NamedSharding(placement.mesh, spec)

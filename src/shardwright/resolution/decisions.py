@@ -15,6 +15,7 @@ from shardwright.errors import Problem, raise_problems
 from shardwright.resolution.partition_specs import (
     UNCONSTRAINED,
     canonical_spec,
+    entry_names,
     entry_of,
 )
 from shardwright.vocabulary.axes import Memory, Role
@@ -245,6 +246,8 @@ class Resolution:
       notes: Remarks that concern no single dim, such as an annotation fitted to another rank.
       memory: The line of `[memory]` that decides where the array lives. None: no line names it, and
         it lives on the device, as every scalar does.
+      unreduced: The decision of the dim of an `Unreduced`: its mesh axes are those over which the
+        sum stays unreduced. None for other annotations.
       mesh: Name and size of each mesh axis, for the picture in a notebook, or empty if unknown.
       spec: The spec, or None if there are problems.
     """
@@ -258,13 +261,16 @@ class Resolution:
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     memory: RuleRef | None = None
+    unreduced: DimDecision | None = None
     mesh: tuple[tuple[str, int], ...] = dataclasses.field(default=(), compare=False, repr=False)
     spec: PartitionSpec | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         spec = None
         if not self.problems:
-            spec = canonical_spec([decision.entry for decision in self.decisions])
+            sums = () if self.unreduced is None else entry_names(self.unreduced.entry)
+            entries = [decision.entry for decision in self.decisions]
+            spec = canonical_spec(entries, frozenset(sums))
         object.__setattr__(self, "spec", spec)
 
     @property

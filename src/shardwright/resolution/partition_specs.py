@@ -24,13 +24,15 @@ def entry_names(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def canonical_spec(entries: Iterable[Any]) -> PartitionSpec:
+def canonical_spec(
+    entries: Iterable[Any], unreduced: frozenset[str] = frozenset()
+) -> PartitionSpec:
     """Return the spec of entries, without trailing Nones, so that equivalent specs are equal."""
     canonical = list(entries)
     # JAX compares specs as written: P("x") and P("x", None) are unequal, though they shard alike.
     while canonical and canonical[-1] is None:
         canonical.pop()
-    return PartitionSpec(*canonical)
+    return PartitionSpec(*canonical, unreduced=unreduced)
 
 
 def spec_of(*dims: tuple[str, ...]) -> PartitionSpec:

@@ -16,6 +16,7 @@ from shardwright.errors import (
     AxisConflictError,
     IndivisibleError,
     ManualAxisError,
+    ShapeRequiredError,
     ShardingError,
     StrategyError,
 )
@@ -180,6 +181,9 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
     # the mesh axes that shard the stored parameter.
     if role is Role.STATE:
         derived = add_zero1(derived, rules.policy.zero1, array)
+    unreduced = None
+    if lowered.unreduced is not None:
+        derived, unreduced = _decide_sum(derived, decider, lowered.unreduced)
     # A part of a parameter, such as a moment, lives where the rule for the parameter's path says.
     owner = annotation.path if isinstance(annotation, PartOf) and annotation.path else path
     memory = rules.memory_rule(role=role, mode=mode, path=owner)
@@ -190,6 +194,7 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
     return Resolution(
         annotation=describe(annotation),
         decisions=marked_manual(derived.decisions, request.manual),
+        unreduced=unreduced,
         mode=mode,
         mode_from=mode_from,
         role=role,
@@ -201,6 +206,28 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
         memory=memory.ref if memory is not None and derived.decisions else None,
         mesh=sizes.pairs,
     )
+
+
+def _decide_sum(derived: Derived, decider: Decider, dim: Dim) -> tuple[Derived, DimDecision]:
+    """Decide over which mesh axes a sum stays unreduced: those of the dim that was summed over."""
+    # JAX refuses a mesh axis that shards a dim and over which the array is unreduced. A mesh axis
+    # over which a weight is gathered is free again.
+    decider.taken = {
+        axis: (decision.dim, decision.label)
+        for decision in derived.decisions
+        for axis in decision.mesh_axes
+    }
+    # The array does not have the dim, so its size is known of a merged dim alone.
+    decider.shape, decider.problems = None, []
+    (decision,) = marked_manual((decider.decide(len(derived.decisions), dim),), decider.manual)
+    problems = []
+    for problem in decider.problems:
+        fix = "complete the sum here: annotate it without Unreduced"
+        if problem.error is ShapeRequiredError:
+            fix = "give its size, as in over=merged((KV_HEAD, 8))"
+        label = f"unreduced over {problem.axis or dim.label}"
+        problems.append(dataclasses.replace(problem, dim=None, axis=label, fix=fix))
+    return dataclasses.replace(derived, problems=(*derived.problems, *problems)), decision
 
 
 def _decide_all(decider: Decider, dims: Sequence[Dim]) -> tuple[DimDecision, ...]:

@@ -53,6 +53,7 @@ def resolution_text(resolution: Resolution) -> str:
     lines = [f"{_title(resolution, '  ')}  ->  {spec}"]
     lines += remarked_table([HEAD, *map(row, resolution.decisions)], indent="  ")
     lines += [f"  {memory_text(resolution.memory)}"] if resolution.memory is not None else []
+    lines += [f"  {sum_text(resolution.unreduced)}"] if resolution.unreduced is not None else []
     lines += [f"  note: {note}" for note in resolution.notes]
     for problem in resolution.problems:
         lines += [f"  {line}" for line in str(problem).splitlines()]
@@ -62,6 +63,13 @@ def resolution_text(resolution: Resolution) -> str:
 def memory_text(rule: RuleRef) -> str:
     """Return where an array lives, and the line that says so."""
     return f"lives on the {rule.text}: {rule}"
+
+
+def sum_text(decision: DimDecision) -> str:
+    """Return over which mesh axes a sum stays unreduced, and why."""
+    if decision.outcome is Outcome.CHOSEN and decision.rule is not None:
+        return f"unreduced over {mesh_axes_text(decision)}, as {decision.label}: {decision.rule}"
+    return f"nothing is unreduced over {decision.label}: {decision.why}"
 
 
 @html_of.register(Resolution)
@@ -74,6 +82,8 @@ def resolution_html(resolution: Resolution) -> str:
     parts += [_picture(resolution), html_table(HEAD, rows, inline=True)]
     if resolution.memory is not None:
         parts.append(f"<div>{html_text(memory_text(resolution.memory))}</div>")
+    if resolution.unreduced is not None:
+        parts.append(f"<div>{html_text(sum_text(resolution.unreduced))}</div>")
     parts += [f"<div>note: {html_text(note)}</div>" for note in resolution.notes]
     # Not `html_text`, which would turn the line breaks of a problem into escapes.
     parts += [f"<pre>{html.escape(str(problem))}</pre>" for problem in resolution.problems]
@@ -120,6 +130,11 @@ def resolution_data(resolution: Resolution) -> dict[str, Any]:
         "problems": [_problem_data(problem) for problem in resolution.problems],
         "notes": list(resolution.notes),
         "memory": None if resolution.memory is None else rule_data(resolution.memory),
+        **(
+            {}
+            if resolution.unreduced is None
+            else {"unreduced": decision_data(resolution.unreduced)}
+        ),
     }
 
 

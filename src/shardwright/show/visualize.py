@@ -231,7 +231,7 @@ def _of_spec(
     labels: Sequence[str] = (),
 ) -> ShardPicture:
     sizes = dict(mesh_sizes(mesh))
-    over = [entry_names(entry) for entry in spec]
+    over = [entry_names(entry) for entry in spec.partitions]
     text = ",".join(f"{axis}:{size}" for axis, size in sizes.items())
     title = f"{name}{'  ->  ' if name else ''}{spec_text(spec)}"
     if shape is not None:
@@ -245,7 +245,7 @@ def _of_spec(
         title = f"{title}{whole} on {text}, a block has {block}"
     else:
         title = f"{title} on {text}"
-    if UNCONSTRAINED in tuple(spec):
+    if UNCONSTRAINED in spec.partitions:
         title = f"{title}; the compiler decides dims that are {UNCONSTRAINED}"
     dims = tuple(
         SplitDim(

@@ -7,6 +7,7 @@ An annotation is one of these:
 - a layout, such as `ColumnWise`;
 - an `ArraySpec`: shape, dtype and axes of an array that does not exist yet;
 - a `PartOf`: the array is sharded like some dims of another array;
+- an `Unreduced`: a sum over shards that the devices have not added yet;
 - a literal `PartitionSpec`, if the spec is already known.
 
 Pass `is_annotation` as `is_leaf` wherever a tree of annotations is walked.
@@ -164,6 +165,49 @@ class PartOf(SizedAnnotation):
         return f"dims ({dims}) of {whole}"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unreduced(SizedAnnotation):
+    """An annotation of a sum over shards that the devices have not added yet.
+
+    Each device holds its own term of the sum. The next annotation of the value without `Unreduced`
+    adds the terms. So several sums are added by one all-reduce. Only Explicit mesh axes can hold
+    such a sum, because there it is part of the type of the value.
+
+    >>> from shardwright.vocabulary.axes import BATCH, EMBED, MLP_INTERMEDIATE
+    >>> Unreduced((BATCH, EMBED), over=MLP_INTERMEDIATE).described()
+    '(BATCH, EMBED) unreduced over MLP_INTERMEDIATE'
+
+    Attributes:
+      axes: Annotation of the value: a tuple of axes, or a layout.
+      over: The axis that was summed over, or a composite, or `merged` with its size. The sum stays
+        unreduced over the mesh axes that this axis is sharded over.
+
+    Raises:
+      StrategyError: `axes` is no tuple and no layout, or `over` is no axis.
+    """
+
+    axes: Any
+    over: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", as_annotation(self.axes))
+        if isinstance(self.axes, (SizedAnnotation, PartitionSpec)):
+            fix = "write axes, such as (BATCH, EMBED); P(..., unreduced={...}) for a literal spec"
+            raise StrategyError(f"{describe(self.axes)} cannot be unreduced", path="axes", fix=fix)
+        if not _is_dim(self.over):
+            fix = "write the axis that was summed over, such as MLP_INTERMEDIATE"
+            raise StrategyError(f"{quoted(self.over)} is not an axis", path="over", fix=fix)
+
+    def lowered(self, shape: Sequence[int] | None) -> Lowered:
+        """Return the dims of the value, and the one that was summed over."""
+        (over,) = lower((self.over,)).dims
+        return dataclasses.replace(lower(self.axes, shape), unreduced=over)
+
+    def described(self) -> str:
+        """Return the axes, and the one that was summed over, as text for messages."""
+        return f"{describe(self.axes)} unreduced over {lower((self.over,)).dims[0].label}"
+
+
 def _is_dim(entry: object) -> bool:
     return isinstance(entry, (str, MergedDim)) or (
         type(entry) is tuple and all(isinstance(axis, str) for axis in entry)
@@ -293,7 +337,7 @@ def stacked(annotation: Any, layers: int | None = None, *, axis: str = LAYERS) -
 
     Raises:
       StrategyError: `layers` is missing, not allowed or not a positive integer; a literal spec is
-        unreduced; or a layout is stacked along an axis of your own.
+        reduced; or a layout is stacked along an axis of your own.
       AxisConflictError: The annotation is a stack of layers already.
     """
     single = as_annotation(annotation)
@@ -319,7 +363,7 @@ def stacked(annotation: Any, layers: int | None = None, *, axis: str = LAYERS) -
         whole = stacked(single.annotation, axis=axis)
         return PartOf(annotation=whole, shape=shape, dims=dims, path=single.path)
     if isinstance(single, PartitionSpec):
-        return PartitionSpec(None, *spec_entries(single))
+        return PartitionSpec(None, *spec_entries(single), unreduced=single.unreduced)
     is_stack = isinstance(single, StackedLayout) or (
         type(single) is tuple and single[:1] == (LAYERS,)
     )

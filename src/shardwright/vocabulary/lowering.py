@@ -85,9 +85,13 @@ class Dim:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """A lowered annotation: its dims, and the mode and role of a layout."""
+    """A lowered annotation: its dims, and the mode and role of a layout.
+
+    `unreduced` is the dim that the array has lost by a sum, if the sum stays unreduced.
+    """
 
     dims: tuple[Dim, ...]
+    unreduced: Dim | None = None
     mode: str | int | None = None
     role: Role | None = None
 
@@ -114,12 +118,15 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
         is larger than its whole.
       AxisConflictError: An axis occurs twice.
       StrategyError: A composite contains `EMPTY`, or a head and its dim; or a literal spec is
-        unreduced.
+        reduced.
     """
     if isinstance(annotation, SizedAnnotation):
         return annotation.lowered(shape)
     if isinstance(annotation, PartitionSpec):
-        return Lowered(dims=_lower_spec(annotation, shape))
+        # Sorted, since JAX keeps a set, and all processes must build one program.
+        axes = tuple(sorted(annotation.unreduced))
+        unreduced = Dim(axes=(), literal=axes) if axes else None
+        return Lowered(dims=_lower_spec(annotation, shape), unreduced=unreduced)
     if is_layout(annotation):
         lowered = _lower_layout(annotation, None if shape is None else len(shape))
     else:
@@ -195,14 +202,15 @@ def spec_entries(spec: PartitionSpec) -> list[Any]:
     """Return the entries of a literal spec.
 
     Raises:
-      StrategyError: The spec is unreduced or reduced along a mesh axis.
+      StrategyError: The spec is reduced along a mesh axis.
     """
-    if spec.unreduced or spec.reduced:
-        kind = "unreduced" if spec.unreduced else "reduced"
-        names = ", ".join(sorted(spec.unreduced or spec.reduced))
-        what = f"the literal spec is {kind} along {names}, which an annotation cannot express"
-        fix = "annotate the array with the entries alone; to keep it unreduced, call "
-        raise StrategyError(what, fix=f"{fix}jax.reshard with the spec itself")
+    if spec.reduced:
+        names = ", ".join(sorted(spec.reduced))
+        what = f"the literal spec is reduced along {names}, which an annotation cannot express"
+        fix = (
+            "annotate the array with the entries alone; to make it reduced, call jax.reshard with "
+        )
+        raise StrategyError(what, fix=f"{fix}the spec itself, and later annotations keep it so")
     return list(spec.partitions)
 
 
