@@ -114,6 +114,7 @@ def test_masked_bias_is_ignored(implementation: str, softcap: float | None) -> N
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), actual, want)
 
 
+@pytest.mark.full(but=["blockwise"])
 @pytest.mark.parametrize("implementation", ONE)
 def test_row_of_large_biases_is_an_average(implementation: str) -> None:
     bias = np.full((1, 1, 6, 6), -1e9, np.float32)

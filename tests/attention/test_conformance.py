@@ -16,6 +16,7 @@ from tests.attention.conformance import (
     GROUPS,
     MESHES,
     ROWS,
+    VARIANTS,
     Cell,
     cells,
     check,
@@ -72,7 +73,7 @@ def test_every_implementation_has_a_row() -> None:
 def test_quick_cells_cover_cases_and_meshes() -> None:
     quick = [cell for name in ROWS for cell in quick_cells(name)]
     few = [cell for cell in quick if cell.implementation in list(ROWS)[:4]]
-    assert {cell.case for cell in few} == set(CASES)
+    assert {case.name for case in CASES} - {cell.case.name for cell in few} == VARIANTS
     assert {cell.mesh for cell in few} == set(MESHES)
     assert {cell.axis_types for cell in few} == {"auto", "explicit"}
     assert {cell.dtype for cell in few} == {"float32", "bfloat16"}

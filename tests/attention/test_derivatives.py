@@ -108,6 +108,7 @@ def test_hessian_and_batched_gradients() -> None:
     np.testing.assert_allclose(actual, want, atol=1e-5)
 
 
+@pytest.mark.full(but=["ring", "blockwise"])
 @pytest.mark.parametrize("implementation", ["blockwise", "ring", "allgather_kv", "ulysses"])
 def test_saved_names_avoid_second_forward_pass(implementation: str) -> None:
     """Count the products in the program: a forward pass has two for each read of the keys."""
@@ -164,6 +165,7 @@ def test_splash_refuses_derivatives_of_gradients(mesh: str) -> None:
                 derivative()
 
 
+@pytest.mark.full(but=["blockwise"])
 @pytest.mark.parametrize("implementation", ["blockwise", "sdpa", "splash"])
 def test_forward_mode_alone_is_refused(implementation: str) -> None:
     """JAX refuses it, and names the mode. `vanilla` has it."""

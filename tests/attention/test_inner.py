@@ -140,6 +140,7 @@ def test_shards_of_odd_length(name: str) -> None:
     check("tpu", name, "sp:3", arrays(3 * 67), causal=True)
 
 
+@pytest.mark.full
 def test_cudnn_runs_in_ulysses(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA's attention replaces cuDNN's: both compute the same."""
     monkeypatch.setattr(cudnn, "failure_on", lambda kind: "")

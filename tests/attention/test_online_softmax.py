@@ -133,6 +133,7 @@ def test_rounding_error_of_a_logsumexp() -> None:
     assert np.abs(online.lse_error_of(state, online.finish(state)[1])).max() < 1e-5
 
 
+@pytest.mark.full(but=["bfloat16"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_matmuls_by_head(dtype: Any) -> None:
     """Queries, keys and weights meet the key heads of their group; sums are float32."""

@@ -50,6 +50,7 @@ def test_mode_line_else_default() -> None:
     assert sw.Strategy.loads('[rules]\nbatch = "dp"\n').compile().attention == ()
 
 
+@pytest.mark.full(but=["toml"])
 @pytest.mark.parametrize("format", ["toml", "json"])
 def test_round_trip_overlay_and_schema(format: str) -> None:
     strategy = sw.Strategy.loads(TEXT)

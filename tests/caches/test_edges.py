@@ -295,6 +295,7 @@ def test_reshard_with_donation_deletes_source(mode: str) -> None:
     assert_spec(moved, moved.axes(), manager=pm, mode=mode)
 
 
+@pytest.mark.full(but=["False"])
 @pytest.mark.parametrize("donate", [False, True])
 def test_reshard_to_another_mesh(donate: bool, tmp_path: Path) -> None:
     pytest.importorskip("orbax.checkpoint")

@@ -140,7 +140,7 @@ def test_few_hundred_operations(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sliding", "dense"])
-@pytest.mark.full(but=["sliding"])
+@pytest.mark.full
 def test_ring_sources(name: str) -> None:
     run(Run(source="sliding", **CACHES[name]), 200)
 

@@ -153,6 +153,7 @@ def test_insert_of_long_or_overwritten_sequence() -> None:
     }
 
 
+@pytest.mark.full
 def test_paged_source() -> None:
     source = append(
         make("paged", batch=2, capacity=8, page_size=2),
@@ -199,7 +200,7 @@ def test_beams() -> None:
     assert held(change.cache) == [[10, 11], [10, 11], [30, 31, 32, 33], [30, 31, 32, 33]]
 
 
-@pytest.mark.full(but=["None"])
+@pytest.mark.full
 @pytest.mark.parametrize("group", [None, 4])
 def test_beams_over_several_shards(group: int | None) -> None:
     parents = [3, 0, 0, 2, 7, 4, 5, 5]

@@ -110,7 +110,7 @@ def test_scatter_rows_into_any_slots(kind: str, slots: Any) -> None:
     assert_equal(run(kind, scatter.scatter_rows, buffers, new, numbers, rows), wanted)
 
 
-@pytest.mark.full(but=["2-parents1-two mesh axes", "8-parents3-auto"])
+@pytest.mark.full(but=["8-parents3-auto"])
 @pytest.mark.parametrize("kind", ["no manager", "auto", "two mesh axes"])
 @pytest.mark.parametrize(
     ("group", "parents"),

@@ -106,6 +106,20 @@ CODES |= dict.fromkeys(("worker_killed", "worker_out_of_time"), 1)
 WORKERS = {"worker_killed": "kill -9 $$", "worker_out_of_time": "exec sleep 600"}
 
 
+@pytest.mark.full(
+    but=[
+        "impossible_slice",
+        "unknown_chip",
+        "other_number_of_devices",
+        "batch_does_not_divide",
+        "does_not_fit",
+        "fits_no_slice",
+        "function_raises",
+        "unknown_primitive",
+        "missing_extra",
+        "worker_killed",
+    ]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_bad_question_has_message_and_fix(
     name: str,

@@ -51,7 +51,7 @@ def by_hand(config: DecoderConfig, **fields: Any) -> hand_written.HandWritten:
     return hand_written.HandWritten(layers=config.layers, **fields)
 
 
-@pytest.mark.full(but=["fsdp2_tp4"])
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -139,6 +139,7 @@ def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
+@pytest.mark.full
 def test_changed_spec_changes_program() -> None:
     """The comparison sees what it is for: the same model with one spec changed differs."""
     mesh = cpu_mesh("fsdp:2,tp:4")

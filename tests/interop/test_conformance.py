@@ -50,15 +50,7 @@ def test_prefix_strict_and_dropped(rows: int, wanted: P) -> None:
 
 @pytest.mark.parametrize("where", ["with mesh", "set_mesh", "its own"])
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.full(
-    but=[
-        "auto-with mesh",
-        "auto-its own",
-        "explicit-its own",
-        "dp explicit-set_mesh",
-        "tp explicit-set_mesh",
-    ]
-)
+@pytest.mark.full(but=["auto-its own", "explicit-its own", "tp explicit-set_mesh"])
 def test_every_mesh_and_context(kind: str, where: str) -> None:
     mesh = ef.create_mesh((2, 4), ("dp", "tp"), axis_types=TYPES[kind])
     pm = ef.PartitionManager(ef.PartitionAxis(), mesh=mesh if where == "its own" else None)

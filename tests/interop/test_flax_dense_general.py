@@ -105,6 +105,7 @@ def test_the_full_arrays_are_constrained() -> None:
     }
 
 
+@pytest.mark.full
 def test_too_many_names_elsewhere_are_an_error() -> None:
     """Only what `nn.DenseGeneral` flattens loses a constraint."""
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))

@@ -216,6 +216,7 @@ def test_names_that_are_missing() -> None:
     assert str(caught.value.problems[0]).startswith("blocks/down/kernel: the name 'mlp' is not in")
 
 
+@pytest.mark.full
 def test_two_dims_with_one_mesh_axis() -> None:
     """JAX raises the error. It has a note that names the rules."""
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=sw.create_mesh("fsdp:4,tp:2"))
@@ -315,6 +316,7 @@ def projection(rngs: Any) -> Any:
     return nnx.Linear(64, 256, kernel_init=kernel("embed", "mlp"), use_bias=False, rngs=rngs)
 
 
+@pytest.mark.full
 def test_bound_shards_also_without_eager_sharding() -> None:
     with nnx.use_eager_sharding(False), bridge.bound(manager("fsdp:4,tp:2"), NAMES):
         created = projection(nnx.Rngs(0))
@@ -441,6 +443,7 @@ def test_masked_parameters() -> None:
     assert (placed["value"].spec, placed["scale"].spec) == (P("fsdp", "tp"), P(None, "tp"))
 
 
+@pytest.mark.full
 def test_bound_holds_for_the_given_size_alone() -> None:
     preset = sw.Strategy.preset("fsdp_tp") | sw.Strategy(params={"embed": "fsdp | -"})
     pm = sw.PartitionManager(preset, mesh=sw.create_mesh("fsdp:4,tp:2"))

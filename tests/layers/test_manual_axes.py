@@ -89,6 +89,7 @@ def test_split_embed_is_refused() -> None:
     refused(loss.logits, (X, HEAD), facts("EMBED", "tp", path="x"), **options)
 
 
+@pytest.mark.full(but=["current-True", "None-False"])
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("recipe", [None, "current"])
 def test_blocks_with_split_weights_are_refused(recipe: str | None, check_vma: bool) -> None:

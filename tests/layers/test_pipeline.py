@@ -254,7 +254,7 @@ def of_the_whole_batch() -> Any:
     return jax.jit(jax.value_and_grad(DENSE_TOTAL, (0, 1), has_aux=True))(PARAMS["dense"], X)
 
 
-@pytest.mark.full(but=["explicit"])
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_schedule_none_gathers_layers(kind: str) -> None:
     pm = manager("pp:2,fsdp:4", kind=kind)

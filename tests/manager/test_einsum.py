@@ -72,7 +72,7 @@ def wanted() -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
-@pytest.mark.full(but=["auto", "tp explicit"])
+@pytest.mark.full(but=["tp explicit"])
 def test_matmuls_equal_unsharded(kind: str) -> None:
     pm = make_manager(kind, text=RULES)
     y, gradients = wanted()
@@ -98,7 +98,7 @@ def test_matmuls_equal_unsharded(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
-@pytest.mark.full(but=["auto", "tp explicit"])
+@pytest.mark.full(but=["auto"])
 def test_eager_matmuls_compile_once(kind: str) -> None:
     with make_manager(kind, text=RULES):
         for f in (by_einsum, by_dot_general):
@@ -115,6 +115,7 @@ def test_matmuls_without_a_manager() -> None:
     np.testing.assert_allclose(by_dot_general(*operands()), y, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.full(but=["auto", "tp explicit"])
 @pytest.mark.parametrize("kind", AXIS_TYPES)
 def test_matmuls_inside_transforms(kind: str) -> None:
     """A manager entered inside a trace, a dim left to the compiler, and vmap."""

@@ -98,14 +98,7 @@ def test_inside_scan_over_stacked_layers(kind: str, remat: bool) -> None:
 
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
 @pytest.mark.parametrize("later", ["outside", "another manager", "another thread"])
-@pytest.mark.full(
-    but=[
-        "outside-auto",
-        "outside-tp explicit",
-        "another manager-explicit",
-        "another thread-tp explicit",
-    ]
-)
+@pytest.mark.full(but=["another thread-tp explicit", "outside-auto", "another manager-explicit"])
 def test_backward_reads_no_ambient_manager(kind: str, later: str) -> None:
     pm, other = make_manager(kind), make_manager(kind, text=OTHER)
     w = pm.shard(numbers(8, 12), *KERNEL, role="param")

@@ -34,6 +34,7 @@ def make_batch(*shape: int) -> dict[str, np.ndarray]:
     return {"x": np.ones((8, 8), np.float32), "y": np.ones(shape or (8, 8), np.float32)}
 
 
+@pytest.mark.full(but=["fsdp_tp-fsdp:2,tp:4"])
 @pytest.mark.parametrize(("preset", "sizes"), MESHES)
 def test_inputs_fit_their_annotation(preset: str, sizes: str) -> None:
     pm = make_manager(preset, sizes)
@@ -213,6 +214,7 @@ def test_scalars_and_keys_are_replicated() -> None:
             assert len(traces) == 1
 
 
+@pytest.mark.full(but=["explicit"])
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 def test_donated_state_of_any_kind_compiles_once(axis_types: Any) -> None:
     mesh = cpu_mesh("fsdp:2,tp:4", axis_types=axis_types)

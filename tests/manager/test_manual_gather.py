@@ -77,7 +77,7 @@ def local_loss(pm: Any, x: Any, w: Any, shape: Any, gather: Any) -> Any:
 @VMA
 @pytest.mark.parametrize("names", [{"dp"}, {"dp", "tp"}], ids=["partly", "fully"])
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
-@pytest.mark.full(but=["auto-partly-vma", "dp explicit-partly-no vma"])
+@pytest.mark.full(but=["auto-partly-vma"])
 def test_values_gradients_and_collectives(kind: str, names: set[str], check_vma: bool) -> None:
     pm = make_manager(kind)
     x, w = waves(4, 8), waves(8, 12)
@@ -200,6 +200,7 @@ CHAINS = RULES.replace(
 )
 
 
+@pytest.mark.full(but=["shape1-spec1", "shape3-spec3"])
 @pytest.mark.parametrize(
     ("shape", "spec"),
     [
@@ -395,6 +396,7 @@ def test_trees_paths_and_shapes(check_vma: bool) -> None:
         pm.gather(tree, KERNEL, path="", shape={"mlp": (8, 8)})
 
 
+@pytest.mark.full(but=["vma"])
 @VMA
 def test_merged_dims_array_specs_and_bfloat16(check_vma: bool) -> None:
     pm, w = make_manager(), jnp.asarray(waves(8, 16), jnp.bfloat16)

@@ -207,6 +207,7 @@ def test_layout_classes_and_instances_place_alike() -> None:
     assert sharded_over(pm.shard(x[:, :1], sw.HiddenStateSharding), pm.mesh, "dp")
 
 
+@pytest.mark.full(but=["jit-explicit", "eager-dp explicit", "jit-auto", "eager-tp explicit"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 def test_replicated_replicates(kind: str, jit: bool) -> None:

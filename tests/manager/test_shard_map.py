@@ -28,6 +28,7 @@ def local_shapes(seen: list[Any], f: Any) -> Any:
     return noted
 
 
+@pytest.mark.full(but=["jit-explicit", "eager-tp explicit", "eager-auto"])
 @pytest.mark.parametrize("kind", ["auto", "explicit", "tp explicit"])
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 def test_local_shapes_values_and_place(kind: str, jit: bool) -> None:

@@ -38,6 +38,7 @@ def sizes(text: str) -> tuple[Any, ...]:
     return tuple(export.symbolic_shape(text))
 
 
+@pytest.mark.full(but=["b, 16-hint", "8*b, 4*d-shard", "2*b, 16-hint"])
 @pytest.mark.parametrize("name", ["shard", "hint"])
 @pytest.mark.parametrize("text", ["b, 16", "2*b, 16", "8*b, 4*d"])
 def test_a_program_of_symbolic_sizes_is_exported(name: str, text: str) -> None:

@@ -24,6 +24,7 @@ def test_open_dims_are_not_constrained() -> None:
     assert '[{?}, {"tp"}]' in text
 
 
+@pytest.mark.full(but=["eager-tp explicit", "jit-auto", "eager-dp explicit", "jit-explicit"])
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 def test_open_dims_keep_their_sharding(kind: str, jit: bool) -> None:

@@ -68,6 +68,7 @@ def test_every_kind_of_array(leaf: str, kind: str, jit: bool) -> None:
     np.testing.assert_array_equal(np.asarray(actual), np.asarray(value))
 
 
+@pytest.mark.full(but=["auto-shape1", "explicit-shape2", "auto-shape0"])
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0)])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_arrays_without_elements(kind: str, shape: tuple[int, ...]) -> None:

@@ -64,6 +64,7 @@ def check(
 LOGIT = (LOGITS, jnp.float32)
 
 
+@pytest.mark.full(but=["at4", "at6", "8"])
 @pytest.mark.parametrize(
     "at", [0, 7, 8, -1, (..., 3), (..., 200), (slice(-1, None), slice(None), slice(-1, None))]
 )

@@ -191,6 +191,7 @@ def test_scan_stacks_one_hidden_state_per_layer() -> None:
     assert gradient.kinds["loops"] >= LAYERS * HELD + weights
 
 
+@pytest.mark.full(but=["scanned1"])
 @pytest.mark.parametrize("function", [jax.grad(scanned), scanned])
 def test_low_end_is_below_the_compiler(function: Any) -> None:
     mesh = cpu_mesh("fsdp:8")

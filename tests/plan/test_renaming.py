@@ -75,7 +75,7 @@ def managed(mesh: str, preset: str, mode: str) -> sw.PartitionManager:
     return sw.PartitionManager(sw.Strategy.preset(preset), mesh=sw.abstract_mesh(mesh), mode=mode)
 
 
-@pytest.mark.full(but=["prefill-fsdp_tp"])
+@pytest.mark.full
 @pytest.mark.parametrize("preset", ["fsdp_tp", "serve_tp", "sequence"])
 @pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
 def test_plan_by_a_shared_trace_equals_its_own(mode: str, preset: str) -> None:

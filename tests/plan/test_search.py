@@ -240,6 +240,7 @@ def stack(remat: bool, layers: int = 3) -> Program:
     return Program(jax.grad(loss, (0, 1)), shapes, (specs, hidden))
 
 
+@pytest.mark.full(but=["axes1-False", "axes0-True"])
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("axes", [("fsdp",), ("tp",)])
 def test_repeated_operations_do_not_count(remat: bool, axes: tuple[str, ...]) -> None:

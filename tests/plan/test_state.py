@@ -70,6 +70,7 @@ def test_categories_equal_hand_counts() -> None:
     assert state.stored.per_device == 3 * parameters
 
 
+@pytest.mark.full(but=["ddp_zero1"])
 @pytest.mark.parametrize("preset", ["fsdp_tp", "ddp_zero1"])
 def test_arguments_equal_compiled_sizes(preset: str) -> None:
     if preset == "ddp_zero1":

@@ -72,6 +72,7 @@ def test_work_of_a_kernel_is_counted() -> None:
     assert report.memory.high == pytest.approx(3 * array + 3 * array + 2 * array, rel=0.01)
 
 
+@pytest.mark.full
 def test_ring_runs_the_kernels_of_the_slice() -> None:
     pm = sw.PartitionManager(
         sw.Strategy.preset("sequence"), mesh=sw.abstract_mesh("fsdp:2,sp:4"), mode="train"
@@ -106,6 +107,7 @@ def test_decode_of_a_slice_reads_caches_in_their_order() -> None:
     assert taken(report) == [("blockwise", ())]
 
 
+@pytest.mark.full
 def test_search_plans_the_kernels_of_its_slice() -> None:
     program = Program(gradient, (X, X, X), (QUERY, KEY, KEY))
     found = sw.search(program, {"fsdp": sw.Strategy.preset("fsdp")}, topology=SLICE, axes=("fsdp",))
@@ -113,6 +115,7 @@ def test_search_plans_the_kernels_of_its_slice() -> None:
     assert {name for each in candidate.reports.values() for name, _ in taken(each)} == {"splash"}
 
 
+@pytest.mark.full
 def test_export_has_the_kernels_of_the_target() -> None:
     """For every chip, without devices and without libtpu."""
     program = Program(gradient, (X, X, X), (QUERY, KEY, KEY))

@@ -73,7 +73,7 @@ def test_all_presets_are_here() -> None:
     assert set(MESHES) == set(sw.Strategy.presets())
 
 
-@pytest.mark.full(but=["single-True", "fsdp-False", "sequence-False", "serve_long_context-True"])
+@pytest.mark.full(but=["sequence-False", "serve_long_context-True"])
 @pytest.mark.parametrize("zero1", [True, False])
 @pytest.mark.parametrize("preset", MESHES)
 def test_plan_equals_the_compiled_step(preset: str, zero1: bool) -> None:

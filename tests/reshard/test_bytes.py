@@ -185,6 +185,7 @@ def check_meshes(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert not found, "\n".join(found)
 
 
+@pytest.mark.full
 def test_planned_bytes_between_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
     check_meshes(0, 6, monkeypatch)
 

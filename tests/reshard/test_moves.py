@@ -77,6 +77,7 @@ KIND_AXES = {
 }
 
 
+@pytest.mark.full(but=["512"])
 @pytest.mark.parametrize("piece", [512, "64MiB"])
 def test_all_kinds_of_leaves(piece: Any) -> None:
     pm, tree = serve(), all_kinds()

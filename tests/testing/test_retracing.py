@@ -73,6 +73,7 @@ def test_result_sharded_unlike_its_argument(golden: Golden) -> None:
     golden(failing(lambda: assert_no_retrace(step, ({"w": placed(pm)}["w"],), lambda out: (out,))))
 
 
+@pytest.mark.full(but=["explicit"])
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 def test_changed_leaf_of_any_kind_is_named(axis_types: Any) -> None:
     pm = sw.PartitionManager(

@@ -91,6 +91,7 @@ def test_block_is_never_split(rows: int, fits: bool) -> None:
         assert scale_columns == column
 
 
+@pytest.mark.full(but=["int8"])
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
 def test_sharded_equals_unsharded_in_place(dtype: Any) -> None:
     weight_parts = quantized(weight(), (16, 1), dtype=dtype, zero_point=jnp.float32)
@@ -255,6 +256,7 @@ def test_sharded_equals_unsharded() -> None:
     assert jax.tree.map(lambda leaf: leaf.sharding, gradients) == shardings
 
 
+@pytest.mark.full(but=["axes"])
 @pytest.mark.parametrize("axes", [KERNEL, sw.ColumnWise], ids=["axes", "layout"])
 def test_stacks_of_stacks(axes: Any) -> None:
     """Adapters of five users over a stack of three layers: one slice each equals its own pair."""

@@ -119,6 +119,7 @@ def test_state_is_created_sharded(name: str) -> None:
     assert jax.tree.structure(after) == jax.tree.structure(created)
 
 
+@pytest.mark.full
 def test_slow_parameters_of_lookahead() -> None:
     """Lookahead trains a pair of parameter trees; its state follows the fast ones."""
     pm = manager()

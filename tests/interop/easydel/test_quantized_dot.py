@@ -242,6 +242,7 @@ def test_gradients_are_straight_through(name: str, bits: int, bound: float) -> N
         assert 0 < relative(ours, exact) < bound
 
 
+@pytest.mark.full
 def test_training_converges_on_integers() -> None:
     key = jax.random.key(0)
     target = jax.random.normal(key, (16, 4)) / 4
@@ -339,7 +340,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.full(but=["batch", "contracted"])
+@pytest.mark.full(but=["contracted"])
 def test_sharded_equals_unsharded(layout: str) -> None:
     x, y, dims = operands("matrix")
     weight = jnp.asarray(np.random.default_rng(3).normal(size=(8, 16)), jnp.float32)
@@ -382,7 +383,7 @@ def test_only_contracted_mesh_axes_cost_collectives() -> None:
 
 
 @pytest.mark.parametrize("layout", ["batch", "columns"])
-@pytest.mark.full(but=["batch"])
+@pytest.mark.full
 def test_gradient_sharding_over_explicit_axes(layout: str) -> None:
     x, y, dims = operands("matrix")
     dot = functools.partial(quantized_dot_general, dimension_numbers=dims)
@@ -444,7 +445,7 @@ def test_shard_map_sums_gradients_of_replicated_operand(
 
 
 @pytest.mark.parametrize("name", ["dense_general", "several_of_each", "matrix_vector"])
-@pytest.mark.full(but=["dense_general", "matrix_vector"])
+@pytest.mark.full(but=["dense_general"])
 def test_quantized_operand_equals_rounding_in_call(name: str) -> None:
     x, y, dims = operands(name)
     stored = jax.jit(functools.partial(quantize, shared=dims[0][1]))(y)

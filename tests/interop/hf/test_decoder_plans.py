@@ -197,6 +197,7 @@ WINDOWS = {
 }
 
 
+@pytest.mark.full(but=["gemma-3-1b", "gpt-oss-20b", "mistral-7b"])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_caches_of_layers_with_a_window_are_rings(name: str) -> None:
     sizes = read_config(str(CONFIGS / f"{name}.json"))

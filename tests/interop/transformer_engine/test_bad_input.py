@@ -168,6 +168,7 @@ ODD_SIZES: dict[str, tuple[Any, int, str]] = {
 }
 
 
+@pytest.mark.full(but=["dense-inputs", "norm-dense", "heads"])
 @pytest.mark.parametrize("name", ODD_SIZES)
 def test_sizes_without_whole_blocks(name: str) -> None:
     """The error of MXFP8 names the matmul and the dim."""

@@ -118,6 +118,7 @@ def test_decoder_layer_decodes(fields: Any) -> None:
     np.testing.assert_allclose(jnp.concatenate(rows, axis=1), expected, atol=1e-5)
 
 
+@pytest.mark.full
 def test_decode_past_the_cache() -> None:
     module = te.MultiHeadAttention(4, 2, transpose_batch_sequence=False)
     init = jax.jit(lambda x: nn.unbox(module.init(jax.random.key(0), x, x, decode=True)))

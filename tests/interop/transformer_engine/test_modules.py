@@ -182,6 +182,7 @@ def test_activation_functions_and_low_rank_mlp() -> None:
     )
 
 
+@pytest.mark.full
 def test_fused_checkpoint_of_a_learned_softmax() -> None:
     q = jnp.ones((1, 3, 2, 4))
     module = te.DotProductAttention(4, 2, softmax_type="learnable", transpose_batch_sequence=False)

@@ -131,7 +131,7 @@ def test_layer_on_a_mesh(recipe: str, preset: str, kind: str) -> None:
     check(LAYER, recipe, preset, kind, "manager")
 
 
-@pytest.mark.full(but=["delayed"])
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_plan_of_a_recipe(recipe: str) -> None:
     """The plan is complete. With a scale per tensor, kernels are gathered in fp8."""
@@ -215,7 +215,7 @@ PARTS: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.parametrize("by", ["resource", "manager", "rules"])
 @pytest.mark.parametrize("case", PARTS)
-@pytest.mark.full(but=["outputs-resource", "inputs-rules", "norm-manager", "layer-resource"])
+@pytest.mark.full(but=["outputs-resource", "norm-manager"])
 def test_blocks_of_shards_over_auto_axes(case: str, by: str) -> None:
     """The logical names say how a dim is sharded, and a part is a multiple of 32."""
     module, resource, message = PARTS[case]

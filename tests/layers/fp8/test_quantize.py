@@ -49,6 +49,7 @@ def block_by_block(x: np.ndarray, dim: int, form: str) -> tuple[np.ndarray, np.n
     return np.moveaxis(values.reshape(x.shape), -1, dim), np.moveaxis(powers, -1, dim)
 
 
+@pytest.mark.full(but=["float8_e5m2-0", "float8_e4m3fn-2"])
 @pytest.mark.parametrize("dim", [0, 2])
 @pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
 def test_blocks_equal_numpy(dim: int, form: str) -> None:

@@ -64,7 +64,7 @@ def test_gradient_is_four_all_to_alls_and_two_sums(pm: sw.PartitionManager) -> N
     assert sent == [8 * slots * 16 * 4] * 4  # experts * slots * embed * float32
 
 
-@pytest.mark.full(but=["Dropless()"])
+@pytest.mark.full
 @pytest.mark.parametrize("capacity", [moe.Dropless(), moe.CapacityFactor(1.5)], ids=str)
 def test_no_array_has_the_tokens_of_all_devices(capacity: Any) -> None:
     """8 sequences of 7 tokens, one sequence per device: no array has 8 x 7 or 56 of anything."""
@@ -102,6 +102,7 @@ def test_replicated_tokens_are_summed_not_sent() -> None:
         assert_collectives(program, *arguments(pm, moe_config), all_reduce=1, only=True)
 
 
+@pytest.mark.full
 def test_gradients_of_the_rows_are_summed_once_over_tp() -> None:
     # Gate and up both have a gradient of the rows. Without the cast there are two sums.
     moe_config = config()

@@ -139,6 +139,7 @@ def test_ragged_exchange_equals_slots_under_adversarial_routing() -> None:
     np.testing.assert_array_equal(other, y)
 
 
+@pytest.mark.full
 def test_collectives_of_the_twin() -> None:
     moe_config = config(exchange="ragged")
     strategy = sw.Strategy.preset("moe_ep") | NOTHING_GATHERED

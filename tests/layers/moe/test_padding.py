@@ -59,6 +59,7 @@ def test_padding_changes_nothing(value: float) -> None:
         assert error(own, wanted[name]) <= 1e-5, name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("preset", "mesh", "exchange"),
     [

@@ -183,6 +183,7 @@ def test_all_tokens_to_one_expert(matmul: str) -> None:
     assert error(y, dense(moe_config, params, x)) <= 1e-6
 
 
+@pytest.mark.full(but=["ragged"])
 @pytest.mark.parametrize("matmul", ["padded", "ragged"])
 def test_not_a_number_stays_in_its_row(matmul: str) -> None:
     moe_config = config(matmul=matmul)
