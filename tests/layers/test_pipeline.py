@@ -282,7 +282,7 @@ def test_batch_may_leave_pp_out_or_first(batch: str, kind: str) -> None:
     blocks.assert_close(got, of_the_whole_batch())
 
 
-@pytest.mark.full(but=["explicit"])
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_a_call_may_be_eager(kind: str) -> None:
     def layer(w: Any, x: Any, inputs: Any) -> Any:

@@ -193,7 +193,7 @@ def test_backend_decides_the_kind_of_host_memory(
     ("sizes", "axis_types"),
     [("fsdp:2,tp:4", "auto"), ("fsdp:8", "explicit"), ("dp:2,fsdp:4", "auto")],
 )
-@pytest.mark.full(but=["fsdp:8-explicit"])
+@pytest.mark.full
 def test_state_on_the_host_trains_alike(sizes: str, axis_types: str) -> None:
     expected_state, expected = train(
         pm := make_manager(sizes, axis_types), train_step, make_state(pm), 20

@@ -487,6 +487,7 @@ print(virtual_devices(1) == jax.devices(), cpu_mesh("dp:1").size, create_mesh().
 """
 
 
+@pytest.mark.full
 def test_notebook_with_too_few_devices() -> None:
     late = (
         "8 virtual CPU devices are needed, but JAX already runs with 1 CPU device\n"

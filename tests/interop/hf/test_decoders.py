@@ -68,7 +68,7 @@ def logits_of(decoder: hf.LoadedDecoder, pm: sw.PartitionManager, name: str) -> 
     return logits
 
 
-# `make test` asks one with experts. The engine below serves one with windows and pairs of norms.
+# `make test` asks one with experts.
 @pytest.mark.full(but=["mixtral"])
 @pytest.mark.parametrize("name", small_decoders.CONFIGS)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
@@ -77,6 +77,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(logits, golden()[1][name], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.full
 def test_an_engine_writes_the_tokens_of_transformers(tmp_path: Path) -> None:
     """Gemma 3 has windows, frequencies of two kinds, and layers after the last whole pattern."""
     name = "gemma3_text"

@@ -22,7 +22,7 @@ def test_signatures(name: str) -> None:
     assert cases.signatures(getattr(modules, name)) == expected
 
 
-@pytest.mark.full(but=["mlp_and_softmax-mlp-7"])
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("group", "case"), members("norm_and_dense", "mlp_and_softmax", "attention")
 )

@@ -173,6 +173,7 @@ def test_a_config_takes_the_name_of_a_recipe() -> None:
         mlp_block.apply(config_of("delayed").mlp, jax.tree.map(lambda w: w[0], PARAMS[0]["mlp"]), X)
 
 
+@pytest.mark.full
 def test_paths_of_quantized_kernels() -> None:
     strategy = sw.Strategy.preset("fsdp")
     strategy = strategy | sw.Strategy.model_validate(
