@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from shardwright.errors import CheckpointError, Problem, did_you_mean, raise_problems
 from shardwright.trees.paths import path_text
@@ -222,13 +224,20 @@ class TargetLeaf:
 
     @property
     def sharding(self) -> Sharding | None:
-        """Sharding of the restored leaf. None for NumPy, and for JAX's default device."""
+        """Sharding in which the leaf is read. None for NumPy, and for JAX's default device."""
         # An uncommitted array follows the other operands of an operation, and so must the restored
         # one.
         if isinstance(self.target, jax.Array) and not self.target.committed:
             return None
         sharding: Sharding | None = getattr(self.target, "sharding", None)
+        if self.is_recut and isinstance(sharding, NamedSharding):
+            return _as_saved(sharding, self.target.shape, self.saved.shape)
         return sharding
+
+    @property
+    def is_recut(self) -> bool:
+        """Whether the file has the layers of a stack in other repeats than the target."""
+        return self.saved.kind is LeafKind.ARRAY and self.saved.shape != np.shape(self.target)
 
     def read_as(self) -> Any:
         """Return the description of what orbax reads, or None if it reads nothing."""
@@ -267,6 +276,11 @@ class TargetLeaf:
             return value.item()
         if isinstance(self.target, np.generic):
             return value[()]
+        if self.is_recut:
+            shape, sharding = self.target.shape, getattr(self.target, "sharding", None)
+            if isinstance(self.target, np.ndarray) or sharding is None:
+                return value.reshape(shape)
+            return jax.jit(lambda array: array.reshape(shape), out_shardings=sharding)(value)
         return value if isinstance(self.target, np.ndarray) else jnp.asarray(value)
 
 
@@ -275,8 +289,9 @@ def matched(
     targets: Sequence[tuple[tuple[str, ...], Any]],
     *,
     partial: bool,
+    recut: bool,
 ) -> list[TargetLeaf]:
-    """Return the saved leaf of each leaf of a target.
+    """Return the saved leaf of each leaf of a target; the options are those of `restore`.
 
     Raises:
       CheckpointError: Leaves differ in path, kind, shape or dtype. The error lists all of them.
@@ -291,7 +306,7 @@ def matched(
             fix = f"{hint} restore the structure that was saved".strip()
             problems.append(_problem(path, "the checkpoint has no leaf at this path", fix))
             continue
-        misfit = _misfit(leaf, target)
+        misfit = _misfit(leaf, target, recut=recut)
         if misfit is not None:
             problems.append(_problem(path, *misfit))
         leaves.append(TargetLeaf(saved=leaf, target=target))
@@ -309,7 +324,7 @@ def _problem(path: tuple[str, ...], what: str, fix: str) -> Problem:
     return Problem(error=CheckpointError, what=what, path="/".join(path), fix=fix)
 
 
-def _misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
+def _misfit(leaf: SavedLeaf, target: Any, *, recut: bool) -> tuple[str, str] | None:
     """Return the difference between a saved leaf and a leaf of the target, and the fix."""
     is_array = isinstance(target, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
     if not is_array and not isinstance(target, (bool, int, float, complex)):
@@ -327,12 +342,14 @@ def _misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
             return None
         return f"saved as {leaf}, and the target is {target!r}", "restore it as it was saved"
     kind, dtype = _kind_and_dtype(target)
-    if (kind, tuple(target.shape), dtype) != (leaf.kind, leaf.shape, leaf.dtype):
+    same_layers = kind is LeafKind.ARRAY and _has_same_layers(leaf.shape, tuple(target.shape))
+    same_shape = leaf.shape == tuple(target.shape) or (recut and same_layers)
+    if not same_shape or (kind, dtype) != (leaf.kind, leaf.dtype):
         asked = SavedLeaf(path=leaf.path, kind=kind, shape=tuple(target.shape), dtype=dtype)
-        return (
-            f"saved as {leaf}, and the target is {asked}",
-            "restore it as it was saved, then convert it",
-        )
+        fix = "restore it as it was saved, then convert it"
+        if same_layers and dtype == leaf.dtype:
+            fix += "; if both are one stack of layers in other repeats, pass recut=True"
+        return f"saved as {leaf}, and the target is {asked}", fix
     # Only a description can ask for 64 bits while JAX has 32. The array itself could not be
     # created.
     narrowed = dtype in _WIDE and str(jax.dtypes.canonicalize_dtype(dtype)) != dtype
@@ -383,11 +400,42 @@ def _sharding_misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
         what = "the sharding of the target is on an abstract mesh, which has no devices"
         return what, "pass the shardings of a manager whose mesh has devices"
     try:
-        sharding.shard_shape(leaf.shape)
+        sharding.shard_shape(target.shape)
     except ValueError as error:
-        what = f"it has the shape {list(leaf.shape)}, and {sharding} does not divide it"
+        what = f"it has the shape {list(target.shape)}, and {sharding} does not divide it"
         return what, f"pass another sharding; JAX says: {next(iter(str(error).splitlines()), '')}"
     return None
+
+
+def _has_same_layers(saved: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Tell whether two shapes may be one stack: `[layers, ...]`, or cut into repeats."""
+    cuts = [
+        {shape, (math.prod(shape[:2]), *shape[2:])} if len(shape) > 1 else {shape}
+        for shape in (saved, target)
+    ]
+    return not cuts[0].isdisjoint(cuts[1])
+
+
+def _as_saved(
+    sharding: NamedSharding, target: tuple[int, ...], saved: tuple[int, ...]
+) -> NamedSharding:
+    """Return the sharding in which a stack is read that has other repeats in the file."""
+    entries = [*sharding.spec, *[None] * (len(target) - len(sharding.spec))]
+    # One of both has the leading dims [repeats, layers / repeats], or both have.
+    depths = [
+        1 if len(own) < len(other) else 2 for own, other in ((target, saved), (saved, target))
+    ]
+    layers, rest = entries[depths[0] - 1], entries[depths[0] :]
+    for entry in (layers, None):
+        read = NamedSharding(
+            sharding.mesh,
+            PartitionSpec(*[None] * (depths[1] - 1), entry, *rest),
+            memory_kind=sharding.memory_kind,
+        )
+        with contextlib.suppress(ValueError):  # the layers of a repeat may not divide
+            read.shard_shape(saved)
+            break
+    return read
 
 
 def _impl(dtype: str) -> str:

@@ -186,6 +186,7 @@ def restore(
     *,
     step: int | None = None,
     partial: bool = False,
+    recut: bool = False,
 ) -> Any:
     """Return the state of a checkpoint. Each process reads the shards of its own devices.
 
@@ -202,6 +203,9 @@ def restore(
       step: Number of the checkpoint. Defaults to the newest.
       partial: Whether the target may leave out saved leaves. A server, for example, needs no
         moments.
+      recut: Whether the file may have the layers of a stack in other repeats than the target:
+        `[layers, ...]`, or `[repeats, layers / repeats, ...]` of a circular pipeline. The layers
+        have one order in all of them.
 
     Raises:
       CheckpointError: There is no such checkpoint, or it cannot be read. Leaves differ in path,
@@ -217,7 +221,7 @@ def restore(
         saved = _read_description(orbax, manager, path, number)
     finally:
         manager.close()
-    matched = leaves.matched(saved, pairs, partial=partial)
+    matched = leaves.matched(saved, pairs, partial=partial, recut=recut)
     try:
         arrays = chunks.read(orbax, os.path.join(path, str(number), "state"), matched)
     except (KeyError, ValueError, OSError) as error:
