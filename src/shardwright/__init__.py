@@ -121,6 +121,7 @@ if TYPE_CHECKING:
     from shardwright.inference.constrained import constrained as constrained
     from shardwright.inference.infer import infer_axes as infer_axes
     from shardwright.layers.pipeline import pipeline as pipeline
+    from shardwright.layers.pipeline_loss import pipeline_loss as pipeline_loss
     from shardwright.layers.recurrence import linear_scan as linear_scan
     from shardwright.lints.catalogue import lint as lint
     from shardwright.manager.offload import offloaded as offloaded
@@ -140,6 +141,7 @@ _ON_DEMAND = {
     "linear_scan": "shardwright.layers.recurrence",
     "lint": "shardwright.lints.catalogue",
     "pipeline": "shardwright.layers.pipeline",
+    "pipeline_loss": "shardwright.layers.pipeline_loss",
     "search": "shardwright.plan.search",
     "visualize": "shardwright.show.visualize",
     "offloaded": "shardwright.manager.offload",

@@ -23,6 +23,7 @@ from shardwright.layers import (
 )
 from shardwright.layers.moe_block import MoEBlockConfig
 from shardwright.layers.placement import RESIDUAL
+from shardwright.layers.remat import REMAT
 from tests.layers import blocks
 from tests.raising import facts, raises
 
@@ -127,7 +128,7 @@ def test_collectives(preset: str, kind: str) -> None:
 def test_remat_keeps_less() -> None:
     """Residuals of the backward pass, in elements: the more is computed again, the fewer."""
     kept = {}
-    for remat in transformer_block.REMAT:
+    for remat in REMAT:
         config = dataclasses.replace(CONFIG, remat=remat)
         _, pullback = jax.eval_shape(
             lambda params, x, config=config: jax.vjp(lambda x: stack(params, x, config), x),

@@ -25,9 +25,10 @@ from shardwright.layers import transformer_block as transformer_block
 from shardwright.layers.accumulate import Accumulated as Accumulated
 from shardwright.layers.accumulate import Weighted as Weighted
 from shardwright.layers.accumulate import accumulate as accumulate
-from shardwright.layers.pipeline import LayerInputs as LayerInputs
 from shardwright.layers.pipeline import pipeline as pipeline
+from shardwright.layers.pipeline_loss import pipeline_loss as pipeline_loss
 from shardwright.layers.recurrence import linear_scan as linear_scan
 from shardwright.layers.rope import RopeFrequencies as RopeFrequencies
 from shardwright.layers.rope import rope as rope
 from shardwright.layers.rope_scaling import rope_frequencies as rope_frequencies
+from shardwright.layers.stages import LayerInputs as LayerInputs

@@ -35,6 +35,7 @@ class Microbatches:
 
     Attributes:
       manager: The manager.
+      batch: B, the number of rows.
       count: m, the number of microbatches.
       stages: S, the size of pp.
       before: Mesh axes of BATCH before pp; all of them if BATCH is not sharded over pp.
@@ -43,6 +44,7 @@ class Microbatches:
     """
 
     manager: PartitionManager
+    batch: int
     count: int
     stages: int
     before: tuple[str, ...]
@@ -50,8 +52,13 @@ class Microbatches:
     in_rows: tuple[str, ...]
 
     def split(self, x: Any) -> Any:
-        """Return [S, q, rows of a microbatch, ...] of an array [B, ...]."""
-        shards = self._sizes(x.shape[0])
+        """Return [S, q, rows of a microbatch, ...] of an array [B, ...].
+
+        An array that is the same for all rows, `[1, ...]` or a scalar, is one of each microbatch.
+        """
+        if x.shape[:1] != (self.batch,):
+            return jnp.broadcast_to(x, (self.stages, self.count // self.stages, *x.shape))
+        shards = self._sizes()
         x = self._reshape(x, shards, [self.before, self.in_rows, self.after, (), ()], 1)
         x = x.transpose(1, 3, 0, 2, 4, *range(5, x.ndim))
         sizes = (self.stages, shards[3], -1)
@@ -59,21 +66,20 @@ class Microbatches:
 
     def join(self, x: Any) -> Any:
         """Undo `split`."""
-        batch = math.prod(x.shape[:3])
         # The last layers leave the microbatches on their stages, also if BATCH is not over pp.
         x = self._place(x, [self.in_rows, (), self.before + self.after])
-        a, stages, c, q, k = self._sizes(batch)
+        a, stages, c, q, k = self._sizes()
         entries = [self.in_rows, (), self.before, self.after, ()]
         x = self._reshape(x, (stages, q, a, c, k), entries, 3)
         x = x.transpose(2, 0, 3, 1, 4, *range(5, x.ndim))
-        return self._reshape(x, (batch,), [self.before + self.in_rows + self.after], 5)
+        return self._reshape(x, (self.batch,), [self.before + self.in_rows + self.after], 5)
 
-    def _sizes(self, batch: int) -> tuple[int, ...]:
+    def _sizes(self) -> tuple[int, ...]:
         a, c = (
             math.prod(self.manager.sizes[axis] for axis in axes)
             for axes in (self.before, self.after)
         )
-        return a, self.stages, c, self.count // self.stages, batch // (a * c * self.count)
+        return a, self.stages, c, self.count // self.stages, self.batch // (a * c * self.count)
 
     def _reshape(
         self, x: Any, sizes: Sequence[int], entries: Sequence[tuple[str, ...]], replaced: int
@@ -136,6 +142,7 @@ def microbatches_of(manager: PartitionManager, batch: int) -> Microbatches:
         )
     return Microbatches(
         manager=manager,
+        batch=batch,
         count=count,
         stages=stages,
         before=before,

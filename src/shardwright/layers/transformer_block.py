@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 import jax
@@ -38,14 +37,13 @@ from shardwright.layers.inputs import (
 from shardwright.layers.mlp_block import MlpConfig
 from shardwright.layers.moe import MoEState
 from shardwright.layers.moe_block import MoEBlockConfig
-from shardwright.layers.pipeline import LayerInputs, ambient_pipeline, pipeline
+from shardwright.layers.pipeline import ambient_pipeline, pipeline
+from shardwright.layers.pipeline_loss import Head, pipeline_loss
 from shardwright.layers.placement import RESIDUAL, check_residual, path_of, place
+from shardwright.layers.remat import REMAT, remat_policy
 from shardwright.layers.rope import RopeFrequencies
-from shardwright.manager import context
-from shardwright.manager.remat import remat_policy as manager_policy
-from shardwright.resolution.rules import SavedActivations
+from shardwright.layers.stages import LayerInputs
 from shardwright.trees.initialize import stack_specs
-from shardwright.vocabulary.axes import Memory
 from shardwright.vocabulary.integers import with_article
 from shardwright.vocabulary.read import (
     RATE,
@@ -57,26 +55,6 @@ from shardwright.vocabulary.read import (
     read_value,
     refuse,
 )
-
-# What the forward pass keeps of each layer. The rest is computed again in the backward pass.
-REMAT: Final[Mapping[str, Callable[..., Any] | None]] = MappingProxyType(
-    {
-        "none": None,
-        "full": jax.checkpoint_policies.nothing_saveable,
-        # A matmul with a weight has no batch dims. That of queries and keys has, so it is computed
-        # again.
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        # The names that the blocks give to their results by `checkpoint_name`.
-        "blocks": jax.checkpoint_policies.save_only_these_names("attention_out", "mlp_down"),
-    }
-)
-
-# What offloading may move of each layer, besides matmuls.
-_NAMES: Final = {
-    "full": ("residual",),
-    "dots": ("residual",),
-    "blocks": ("residual", "attention_out", "mlp_down"),
-}
 
 MLP: Final = instance(MlpConfig, MoEBlockConfig)
 _NO_SEGMENT: Final = -(2**31)  # of padding rows; no caller's segment has it
@@ -376,6 +354,7 @@ def apply(
     valid: Any = None,
     encoded: Any = None,
     encoded_segment_ids: Any = None,
+    run: Callable[..., tuple[Any, Any]] = pipeline,
 ) -> tuple[jax.Array, StackState]:
     """Return the residual after all layers, and the state.
 
@@ -399,6 +378,7 @@ def apply(
         MoE layers send the other rows to no expert. What is returned for such a row has no meaning.
       encoded: As in `attention_block.apply`, for the cross-attention of every layer.
       encoded_segment_ids: The same.
+      run: What runs the layers of a scan: a function like `sw.pipeline`.
 
     Returns:
       (x, state). The state has the written caches, and of each MoE layer the same bias and this
@@ -431,7 +411,7 @@ def apply(
     seen: list[Any] = []
     if config.scan:
         states = (biases, scalings)
-        x, moe_states, seen = _scan(config, params, x, key, states, path, given, encoded)
+        x, moe_states, seen = _scan(config, params, x, run, key, states, path, given, encoded)
     given["cross"]["encoded"] = encoded
     caches = []
     for at in range(first, len(params)):
@@ -444,9 +424,9 @@ def apply(
         # These layers are outside of the scan, so `_layer` must keep XLA from merging their
         # recomputation.
         own_config = dataclasses.replace(config, remat=remat, scan=False)
-        run = _layer(own_config, number, path_of(path, at), given)
+        run_layer = _layer(own_config, number, path_of(path, at), given)
         own = (biases[at], scalings[at])
-        x, cache, after = run(params[at], x, _keys(config, key, number), cache, own)
+        x, cache, after = run_layer(params[at], x, _keys(config, key, number), cache, own)
         caches.append(cache)
         moe_states.append(after[0])
         seen.append(after[1])
@@ -458,33 +438,77 @@ def apply(
     )
 
 
+def loss(
+    config: TransformerConfig,
+    params: Sequence[Any],
+    x: Any,
+    *,
+    head: Head,
+    head_params: Any,
+    head_inputs: Any,
+    **options: Any,
+) -> tuple[jax.Array, StackState]:
+    """Return the loss of a model that ends in these layers and a head, and the state.
+
+    It is the sum of `head(head_params, y, inputs)` over the microbatches of a pipeline, plus
+    `state.aux`. It works for every strategy, and `schedule = "1f1b"` needs it.
+
+    Args:
+      config: As in `apply`.
+      params: As in `apply`.
+      x: As in `apply`.
+      head: As in `sw.pipeline_loss`, on the residual after all layers.
+      head_params: As in `sw.pipeline_loss`.
+      head_inputs: As in `sw.pipeline_loss`.
+      **options: As in `apply`.
+
+    Raises:
+      ShardingError: As `apply` and `sw.pipeline_loss` raise it.
+    """
+    pipelined = ambient_pipeline()
+    if pipelined is None:
+        y, state = apply(config, params, x, **options)
+        return head(head_params, y, head_inputs) + state.aux, state
+    count = pipelined.microbatches
+
+    def aux(output: Any) -> Any:
+        return StackState(moe=output[0]).aux / count
+
+    def run(layer: Any, params: Any, x: Any, **options: Any) -> tuple[Any, Any]:
+        of_head = (head, head_params, head_inputs)
+        return pipeline_loss(layer, params, x, *of_head, aux=aux, **options)
+
+    return apply(config, params, x, run=run, **options)
+
+
 def _scan(
     config: TransformerConfig,
     params: Any,
     x: Any,
+    run: Callable[..., tuple[Any, Any]],
     key: Any,
     states: tuple[Any, Any],
     path: str | None,
     given: Any,
     encoded: Any,
 ) -> tuple[jax.Array, list[Any], list[Any]]:
-    """Run the layers that are scanned; return the residual, and MoE states and scalings by tree."""
+    """Run the layers that are scanned; return the result, and MoE states and scalings by tree."""
     count = config.period
 
     def trip(trees: Any, x: Any, inputs: LayerInputs) -> tuple[Any, tuple[list[Any], list[Any]]]:
         given, after = dict(inputs.rows), []
         given["cross"] = {**given["cross"], "encoded": inputs.streamed}
         for at, (tree, *own) in enumerate(zip(trees, *inputs.per_layer, strict=True)):
-            run = _layer(config, at, path_of(path, at), given)
+            run_layer = _layer(config, at, path_of(path, at), given)
             # The number is that of the layer and is traced, so a layer has the same keys as without
             # `scan`.
             keys = _keys(config, inputs.keys, inputs.number * count + at)
-            x, _, state = run(tree, x, keys, None, tuple(own))
+            x, _, state = run_layer(tree, x, keys, None, tuple(own))
             after.append(state)
         return x, ([moe_state for moe_state, _ in after], [seen for _, seen in after])
 
     stacked, *per_layer = (list(trees)[:count] for trees in (params, *states))
-    residual, (moe_states, seen) = pipeline(
+    result, (moe_states, seen) = run(
         trip,
         stacked,
         x,
@@ -498,7 +522,7 @@ def _scan(
         moe_states, seen = jax.tree.map(lambda leaf: leaf[0], (moe_states, seen))
     else:
         moe_states = list(map(_over_microbatches, moe_states))
-    return residual, moe_states, seen
+    return result, moe_states, seen
 
 
 def _over_microbatches(after: Any) -> Any:
@@ -518,27 +542,6 @@ def _over_microbatches(after: Any) -> Any:
 
 def _if_any(states: list[Any]) -> list[Any] | None:
     return states if jax.tree.leaves(states) else None
-
-
-def remat_policy(remat: str) -> Callable[..., Any] | None:
-    """Return the policy of a name of `REMAT`, under the memory rules of the ambient manager.
-
-    Raises:
-      LayerError: `remat` is "none", and a rule puts saved values into host memory.
-    """
-    manager = context.current()
-    saved = SavedActivations() if manager is None else manager.rules.saved
-    if saved == SavedActivations():
-        return REMAT[remat]
-    if remat == "none":
-        if saved.ref is None:
-            return None
-        what = 'remat="none" keeps all values on the device, and a rule puts them on the host'
-        raise LayerError(what, rule=str(saved.ref), fix='pass remat="full", "dots" or "blocks"')
-    # On the device, the residual is saved as an argument of the layer, and would be saved twice.
-    names = [each for each in _NAMES[remat] if each != "residual" or saved.of(each) is Memory.HOST]
-    policy: Callable[..., Any] = manager_policy(manager, names, dots=remat == "dots")
-    return policy
 
 
 def _layer(config: TransformerConfig, number: int, path: str | None, given: Any) -> Any:

@@ -20,12 +20,13 @@ class Schedule(enum.StrEnum):
 
     NONE has no stages: the layers are stored over pp, and gathered to run as without it. GPIPE
     sends all microbatches through the stages once, CIRCULAR once for each chunk of a stage's
-    layers.
+    layers. ONE_F_ONE_B alternates forward and backward passes, so that a stage keeps few inputs.
     """
 
     NONE = "none"
     GPIPE = "gpipe"
     CIRCULAR = "circular"
+    ONE_F_ONE_B = "1f1b"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

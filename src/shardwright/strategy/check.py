@@ -91,8 +91,8 @@ def pipeline_problems(
     if table.get("microbatches") is None:
         what, fix = "the number of microbatches is missing", "write microbatches = 8"
         yield problem_at(at, origin, what, fix)
-    if schedule == "gpipe" and table.get("repeats", 1) != 1:
-        what = f"repeats = {table['repeats']}, and a stage of gpipe has one chunk of layers"
+    if schedule != "circular" and table.get("repeats", 1) != 1:
+        what = f"repeats = {table['repeats']}, and a stage of {schedule} has one chunk of layers"
         fix = 'write schedule = "circular", or repeats = 1'
         yield problem_at(("pipeline", "repeats"), origin, what, fix)
     if policy.get("order") == "rules":

@@ -255,7 +255,7 @@ class PipelineTable(BaseModel):
     """How the layers of a stack run over the mesh axis pp."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    schedule: Literal["none", "gpipe", "circular"] | None = Field(
+    schedule: Literal["none", "gpipe", "circular", "1f1b"] | None = Field(
         default=None, description='Order of the microbatches; "none" gathers layers over pp.'
     )
     microbatches: int | None = Field(

@@ -23,9 +23,10 @@ from shardwright.interop.hf.model.latent import LatentConfig
 from shardwright.interop.hf.model.sizes import Sizes, Stack
 from shardwright.layers import attention_block, embedding, loss, mlp_block, moe, moe_block, norm
 from shardwright.layers.moe_block import MoEBlockConfig
-from shardwright.layers.pipeline import LayerInputs, ambient_pipeline, pipeline
+from shardwright.layers.pipeline import ambient_pipeline, pipeline
 from shardwright.layers.placement import RESIDUAL, place, use
-from shardwright.layers.transformer_block import REMAT, remat_policy
+from shardwright.layers.remat import REMAT, remat_policy
+from shardwright.layers.stages import LayerInputs
 from shardwright.manager import context
 from shardwright.manager.einsum import einsum
 from shardwright.plan.planner import Program

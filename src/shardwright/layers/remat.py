@@ -1,0 +1,56 @@
+"""What rematerialization of a layer keeps for the backward pass, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import jax
+
+from shardwright.errors import LayerError
+from shardwright.manager import context
+from shardwright.manager.remat import remat_policy as manager_policy
+from shardwright.resolution.rules import SavedActivations
+from shardwright.vocabulary.axes import Memory
+
+# What the forward pass keeps of each layer. The rest is computed again in the backward pass.
+REMAT: Final[Mapping[str, Callable[..., Any] | None]] = MappingProxyType(
+    {
+        "none": None,
+        "full": jax.checkpoint_policies.nothing_saveable,
+        # A matmul with a weight has no batch dims. That of queries and keys has, so it is computed
+        # again.
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        # The names that the blocks give to their results by `checkpoint_name`.
+        "blocks": jax.checkpoint_policies.save_only_these_names("attention_out", "mlp_down"),
+    }
+)
+
+# What offloading may move of each layer, besides matmuls.
+_NAMES: Final = {
+    "full": ("residual",),
+    "dots": ("residual",),
+    "blocks": ("residual", "attention_out", "mlp_down"),
+}
+
+
+def remat_policy(remat: str) -> Callable[..., Any] | None:
+    """Return the policy of a name of `REMAT`, under the memory rules of the ambient manager.
+
+    Raises:
+      LayerError: `remat` is "none", and a rule puts saved values into host memory.
+    """
+    manager = context.current()
+    saved = SavedActivations() if manager is None else manager.rules.saved
+    if saved == SavedActivations():
+        return REMAT[remat]
+    if remat == "none":
+        if saved.ref is None:
+            return None
+        what = 'remat="none" keeps all values on the device, and a rule puts them on the host'
+        raise LayerError(what, rule=str(saved.ref), fix='pass remat="full", "dots" or "blocks"')
+    # On the device, the residual is saved as an argument of the layer, and would be saved twice.
+    names = [each for each in _NAMES[remat] if each != "residual" or saved.of(each) is Memory.HOST]
+    policy: Callable[..., Any] = manager_policy(manager, names, dots=remat == "dots")
+    return policy

@@ -1,0 +1,349 @@
+"""The stages of a pipeline: chunks of layers that run on one microbatch after the other.
+
+A stage holds `layers / pp` layers. In each tick, every stage runs a chunk of them on one microbatch
+and sends the result to the next stage. The batch is sharded over pp outside of the stack, and no
+microbatch is sent to a stage as a whole beforehand: in each tick the stages also pass their
+microbatches on towards stage 0, and results come back in the places that this frees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+
+from shardwright import _jax
+from shardwright.layers.microbatches import Microbatches
+from shardwright.manager import constraint
+from shardwright.manager.manager import PartitionManager
+from shardwright.manager.shards import place_for_shard_map
+from shardwright.resolution.partition_specs import UNCONSTRAINED
+from shardwright.resolution.pipeline import STAGES
+from shardwright.resolution.rules import without_mesh_axis
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputs:
+    """What a layer reads beside its parameters and x.
+
+    Attributes:
+      number: Number of the layer, int32. Fold it into a key: layers would drop the same elements.
+      keys: `keys` of the call. In a pipeline, each is folded with the number of the microbatch.
+      rows: `rows` of the call; in a pipeline, those of the microbatch.
+      streamed: `streamed` of the call; in a pipeline, that of the microbatch.
+      per_layer: `per_layer` of the call, of this layer.
+    """
+
+    number: Any
+    keys: Any
+    rows: Any
+    streamed: Any
+    per_layer: Any
+
+
+Layer = Callable[[Any, Any, LayerInputs], tuple[Any, Any]]
+
+
+def scan_layers(layer: Layer, stack: Any, x: Any, inputs: LayerInputs) -> tuple[Any, Any]:
+    """Scan over a stack of (parameters, inputs per layer, numbers of layers)."""
+
+    def body(x: Any, each: Any) -> tuple[Any, Any]:
+        params, per_layer, number = each
+        return layer(params, x, dataclasses.replace(inputs, number=number, per_layer=per_layer))
+
+    final, outputs = jax.lax.scan(body, x, stack)
+    return final, outputs
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stages:
+    """A stack of layers that runs on microbatches.
+
+    Attributes:
+      layer: The argument of `pipeline`.
+      cut: The microbatches.
+      lead: Leading dims of the parameters: (layers,), or (repeats, layers / repeats).
+    """
+
+    layer: Layer
+    cut: Microbatches
+    lead: tuple[int, ...]
+
+    @property
+    def repeats(self) -> int:
+        """Chunks of layers of a stage."""
+        return 1 if len(self.lead) == 1 else self.lead[0]
+
+    @property
+    def of_layers(self) -> tuple[str | None, ...]:
+        """Entries of a spec for the dims in `lead`."""
+        return (STAGES,) if len(self.lead) == 1 else (None, STAGES)
+
+    def one_after_another(self, params: Any, inputs: LayerInputs, parts: Any) -> tuple[Any, Any]:
+        """Run all layers on each microbatch, without stages.
+
+        Args:
+          params: All layers.
+          inputs: What layers read; its rows and what is streamed are in `parts`.
+          parts: (x, streamed, rows), each `[1, microbatches, rows, ...]`.
+
+        Returns:
+          x as in `parts`, and the outputs.
+        """
+        run = self.on_microbatch(params, inputs)
+        parts = jax.tree.map(lambda leaf: leaf[0], parts)
+        numbers = jnp.arange(self.cut.count)
+        _, (x, outputs) = jax.lax.scan(lambda _, each: (None, run(*each)), None, (parts, numbers))
+        return jax.tree.map(lambda leaf: leaf[None], x), outputs
+
+    def on_microbatch(self, params: Any, inputs: LayerInputs) -> Callable[..., tuple[Any, Any]]:
+        """Return a function that runs all layers on a microbatch: ((x, streamed, rows), number)."""
+        layers, depth = math.prod(self.lead), len(self.lead)
+        params = jax.tree.map(lambda leaf: leaf.reshape(layers, *leaf.shape[depth:]), params)
+        stack = (params, inputs.per_layer, jnp.arange(layers))
+
+        def run(parts: Any, number: Any) -> tuple[Any, Any]:
+            x, streamed, rows = parts
+            keys = folded(inputs.keys, number)
+            own = dataclasses.replace(inputs, keys=keys, rows=rows, streamed=streamed)
+            return scan_layers(self.layer, stack, x, own)
+
+        return run
+
+    def over_stages(self, params: Any, inputs: LayerInputs, parts: Any) -> tuple[Any, Any]:
+        """Run the stages; the arguments and results are those of `one_after_another`."""
+        given, entries = self.operands(params, inputs, parts)
+        x, outputs = self.call(
+            self._ticks,
+            (*given, inputs.keys),
+            (*entries, ()),
+            out_specs=(PartitionSpec(STAGES), PartitionSpec(None, *self.of_layers)),
+            like=(given[1][0], None),
+        )
+        return x, jax.tree.map(self._flat, outputs)
+
+    def operands(self, params: Any, inputs: LayerInputs, parts: Any) -> tuple[Any, Any]:
+        """Return (stack, stream, rows) as the stages read them, and the first entries of specs.
+
+        The stack is (params, inputs per layer, numbers of layers), and the stream (x, streamed).
+        """
+        per_layer, numbers = jax.tree.map(
+            lambda leaf: leaf.reshape(*self.lead, *leaf.shape[1:]),
+            (inputs.per_layer, jnp.arange(math.prod(self.lead))),
+        )
+        x, streamed, rows = parts
+        given = ((params, per_layer, numbers), (x, streamed), rows)
+        entries = (self.of_layers, (STAGES,), (None, None))
+        return self.placed(given, entries), entries
+
+    def placed(self, given: Any, entries: Any) -> tuple[Any, ...]:
+        """Reshard trees over Explicit mesh axes to what `call` takes."""
+        specs = [
+            jax.tree.map(functools.partial(_open_spec, first), tree)
+            for tree, first in zip(given, entries, strict=True)
+        ]
+        return place_for_shard_map(given, specs, mesh=self.cut.manager.mesh)
+
+    def call(
+        self, f: Callable[..., Any], given: Any, entries: Any, *, out_specs: Any, like: Any
+    ) -> Any:
+        """Call a function in a `shard_map` over pp. Other mesh axes are Auto in it.
+
+        Args:
+          f: Function of as many trees of arrays, local over pp.
+          given: The trees, as `placed` returns them.
+          entries: For each tree, the first entries of the spec of its leaves.
+          out_specs: Specs of the results over pp.
+          like: For each result, the arrays that have the same shardings; None for none over the
+            other mesh axes.
+        """
+        ambient = _jax.ambient_mesh() or self.cut.manager.mesh
+        kinds = dict(zip(ambient.axis_names, ambient.axis_types, strict=True))
+        rest = tuple(
+            axis for axis, kind in kinds.items() if kind is AxisType.Explicit and axis != STAGES
+        )
+        # The gradient of an argument that all stages read is a sum over pp, which XLA's CPU backend
+        # cannot compute in 16 bits: its pass "all-reduce promotion" aborts.
+        wide = [STAGES not in first for first in entries]
+        dtypes = [jax.tree.map(lambda leaf: leaf.dtype, tree) for tree in given]
+
+        def on_stage(*local: Any) -> Any:
+            return f(
+                *(
+                    jax.tree.map(_as_dtype, tree, own)
+                    for tree, own in zip(local, dtypes, strict=True)
+                )
+            )
+
+        given = [
+            jax.tree.map(_widened, tree) if is_wide else tree
+            for tree, is_wide in zip(given, wide, strict=True)
+        ]
+        run: Any = jax.shard_map(
+            on_stage,
+            # Under `auto_axes`, the ambient mesh has other axis types.
+            mesh=None if rest else constraint.mesh_here(self.cut.manager.mesh, _jax.ambient_mesh()),
+            in_specs=tuple(PartitionSpec(*first) for first in entries),
+            out_specs=out_specs,
+            axis_names={STAGES},
+            # With it on, a nested `shard_map` fails in the verifier of JAX 0.12.
+            check_vma=False,
+        )
+        if rest:
+            # JAX 0.10 gathers what enters and leaves a `shard_map` over its other mesh axes if
+            # these are Explicit. So they are Auto around it.
+            is_explicit = kinds[STAGES] is AxisType.Explicit
+            out_sharding = [spec if is_explicit else PartitionSpec() for spec in out_specs]
+            for at_result, arrays in enumerate(like):
+                if arrays is not None:
+                    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, arrays)
+                    out_sharding[at_result] = specs
+            run = jax.sharding.auto_axes(run, axes=rest, out_sharding=tuple(out_sharding))
+        return run(*given)
+
+    def _flat(self, output: Any) -> Any:
+        """Return an output with one dim of layers."""
+        if len(self.lead) == 1:
+            return output
+        spec = _open_spec((None, None, None), output)
+        ambient = _jax.ambient_mesh()
+        placement = constraint.make_placement(spec, self.cut.manager.mesh, ambient)
+        # The chunks of a stage are apart, so the dims cannot become one where they are.
+        whole = constraint.place(output, placement)
+        return whole.reshape(whole.shape[0], -1, *whole.shape[3:])
+
+    def _ticks(self, stack: Any, stream: Any, rows: Any, keys: Any) -> tuple[Any, Any]:
+        """Run the ticks of one stage. All arrays are local over pp.
+
+        Microbatch s q + j starts at stage s in place j of the stream, for q microbatches of a
+        stage. In tick t, all stages pass on what is in place t modulo q to the stage before. So
+        microbatch t is at stage 0 in tick t. The last stage puts its results in the same place,
+        from which they come to their stage.
+        """
+        count, stages, repeats = self.cut.count, self.cut.stages, self.repeats
+        stream = jax.tree.map(lambda leaf: leaf[0], stream)
+        rows = jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), rows)
+        me, own = jax.lax.axis_index(STAGES), count // stages
+        # A microbatch comes back to stage 0 after S ticks, and runs there again after m.
+        waits = count - stages + 1
+        back = [(stage, stage - 1) for stage in range(1, stages)]
+        on = [(stage, stage + 1) for stage in range(stages - 1)]
+        if repeats > 1:
+            on.append((stages - 1, 0))
+        # Only what a stage reads is kept for the backward pass. Everything else here is linear.
+        run = jax.checkpoint(self.chunk, prevent_cse=False)
+
+        def tick(carry: Any, number: Any) -> tuple[Any, Any]:
+            held, stream, waiting = carry
+            place = number % own
+            head = fresh = at(stream, place)
+            if repeats > 1:
+                waiting = put(waiting, held, number % waits)
+                again = at(waiting, (number + 1) % waits)
+                fresh = select(number < count, head, again)
+            # Outside of 0 <= turn < m R the stage has nothing to do. It then runs a microbatch that
+            # is real, because zeros may have no finite gradient, and the result is not used.
+            turn = number - me
+            chunk = jnp.clip(turn // count, 0, repeats - 1)
+            x, streamed = select(me == 0, fresh, held)
+            y, outputs = run(stack, rows, keys, chunk, turn % count, x, streamed)
+            passed = send(head, back)
+            stream = put(stream, select(me == stages - 1, (y, streamed), passed), place)
+            return (send((y, streamed), on), stream, waiting), outputs
+
+        held = jax.lax.stop_gradient(at(stream, 0))
+        waiting = jax.tree.map(lambda leaf: jnp.zeros((waits, *leaf.shape[1:]), leaf.dtype), stream)
+        carry = (held, stream, waiting if repeats > 1 else None)
+        ticks = jnp.arange(count * repeats + stages - 1)
+        (_, (x, _), _), outputs = jax.lax.scan(tick, carry, ticks)
+
+        def in_order(leaf: Any) -> Any:
+            # [ticks, layers] of which stage s has worked from tick s on.
+            worked = jax.lax.dynamic_slice_in_dim(leaf, me, count * repeats)
+            if repeats == 1:
+                return worked
+            return jnp.moveaxis(worked.reshape(repeats, count, *leaf.shape[1:]), 0, 1)
+
+        # The last stage ends microbatch 0 in tick S - 1, or one that is a multiple of q later.
+        turned = jax.tree.map(lambda leaf: jnp.roll(leaf, -((stages - 1) % own), 0)[None], x)
+        return turned, jax.tree.map(in_order, outputs)
+
+    def chunk(
+        self, stack: Any, rows: Any, keys: Any, chunk: Any, microbatch: Any, x: Any, streamed: Any
+    ) -> tuple[Any, Any]:
+        """Run a chunk of the layers of a stage on one microbatch."""
+        # Otherwise XLA gathers the weights before the first tick, and holds all of them.
+        stack, x = jax.lax.optimization_barrier((stack, x))
+        if self.repeats > 1:
+            stack = at(stack, chunk)
+        inputs = LayerInputs(
+            number=None,
+            keys=folded(keys, microbatch),
+            rows=at(rows, microbatch),
+            streamed=streamed,
+            per_layer=None,
+        )
+        with inside_stage(self.cut.manager):
+            return scan_layers(self.layer, stack, x, inputs)
+
+
+def inside_stage(manager: PartitionManager) -> PartitionManager:
+    """Return the manager of a stage: pp shards no array there."""
+    # Remembered, because what layers keep with a manager is for that one alone.
+    stage: PartitionManager = manager.remember(
+        ("pipeline",), lambda: manager.having(rules=without_mesh_axis(manager.rules, STAGES))
+    )
+    return stage
+
+
+def _open_spec(entries: Sequence[Any], leaf: Any) -> PartitionSpec:
+    """Return a spec of the leading dims that leaves the others as they are."""
+    return PartitionSpec(*entries, *[UNCONSTRAINED] * (np.ndim(leaf) - len(entries)))
+
+
+def _widened(leaf: Any) -> Any:
+    is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+    return leaf.astype(jnp.float32) if is_narrow else leaf
+
+
+def _as_dtype(leaf: Any, dtype: Any) -> Any:
+    return leaf if leaf.dtype == dtype else leaf.astype(dtype)
+
+
+def folded(keys: Any, microbatch: Any) -> Any:
+    """Return the keys of a microbatch."""
+    return jax.tree.map(lambda key: jax.random.fold_in(key, microbatch), keys)
+
+
+def at(tree: Any, place: Any) -> Any:
+    """Return what is at a place of dim 0 of each array."""
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), tree
+    )
+
+
+def put(tree: Any, values: Any, place: Any) -> Any:
+    """Write values to a place of dim 0 of each array."""
+    return jax.tree.map(
+        lambda leaf, value: jax.lax.dynamic_update_index_in_dim(leaf, value, place, 0),
+        tree,
+        values,
+    )
+
+
+def select(condition: Any, yes: Any, no: Any) -> Any:
+    """Return one of two trees, by a scalar."""
+    # Not `jnp.where`, which would keep the condition for each element for the backward pass.
+    return jax.tree.map(functools.partial(jax.lax.select, condition), yes, no)
+
+
+def send(tree: Any, pairs: Sequence[tuple[int, int]]) -> Any:
+    """Send arrays from stage to stage."""
+    return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, STAGES, pairs), tree)
