@@ -14,6 +14,7 @@ import pytest
 import shardwright as sw
 from shardwright.resolution.free_axes import policy_notes
 from shardwright.resolution.partition_specs import canonical_spec
+from shardwright.resolution.problems import decision_rule
 from shardwright.testing import cpu_mesh
 from shardwright.trees.factored_weights import scale_axes
 from tests.raising import Facts, facts, raises
@@ -106,7 +107,10 @@ def test_each_weight_is_explained() -> None:
         assert rule is not None
         assert policy_notes(found, rule) == [says]
     used = explain(KERNEL, (96, 200), role="use")
-    assert used.decisions[0].why == "replicated by rule; fsdp by largest_dim; gathered over fsdp"
+    assert used.decisions[0].why == "fsdp by largest_dim; gathered over fsdp"
+    # Errors and reports name the line that shards the dim, and not the rule of its axis.
+    assert decision_rule(used, used.decisions[0]).startswith('largest_dim = "fsdp | -"')
+    assert decision_rule(used, used.decisions[1]).startswith('mlp_intermediate = "tp"')
     assert used.to_json()["dims"][0]["largest_dim"] == ["fsdp"]
     (note,) = explain(KERNEL, (96, 200), largest_dim="tp | -").notes
     assert note.endswith("the parameter is already sharded over tp")

@@ -248,10 +248,7 @@ def test_zero1_that_no_dim_fits() -> None:
     ) as caught:
         explain(KERNEL, (4, 2), zero1="dp", path="0/mu/w").require()
     assert str(caught.value).splitlines() == [
-        (
-            "0/mu/w: no dim of this optimizer state also divides over dp: 4 over fsdp=4, dp=2; 2 "
-            "over tp=2, dp=2"
-        ),
+        ("0/mu/w: no dim also divides over dp: 4 over fsdp=4, dp=2; 2 over tp=2, dp=2"),
         '  rule  zero1 = "dp"   ([policy])',
         (
             '  fix   end zero1 in a fallback, zero1 = "dp | -", which shards such state like its '

@@ -416,13 +416,9 @@ def _annotated(tree: Any, annotations: Any, name: str) -> list[Leaf]:
 
 def _written_rule(decision: DimDecision, axis: str, manager: Manager) -> str:
     """Return the text of the rule or the policy that put a mesh axis on a dim."""
-    ref, policy = decision.rule, manager.rules.policy
-    for added, rule in (
-        (decision.largest_dim, policy.largest_dim),
-        (decision.zero1, policy.zero1),
-    ):
-        if rule is not None and axis in added:
-            ref = rule.ref
+    ref, zero1 = decision.rule, manager.rules.policy.zero1
+    if zero1 is not None and axis in decision.zero1:  # as a minor axis of a dim with another rule
+        ref = zero1.ref
     return "" if ref is None else ref.written
 
 

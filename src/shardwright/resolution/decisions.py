@@ -161,7 +161,8 @@ class DimDecision:
       size: Number of elements, or None if no shape was given.
       outcome: How it was decided.
       mesh_axes: The mesh axes that the dim is sharded over, slowest first, Manual ones included.
-      rule: The rule that decided, or None.
+      rule: The rule that decided, or None. It is that of a policy if the dim has all of its mesh
+        axes from there.
       skipped: Mesh axes and candidates that were skipped before, in order.
       gathered: Mesh axes that shard the stored weight, but are gathered for use.
       largest_dim: Mesh axes among `mesh_axes` or `gathered` that `policy.largest_dim` added.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from shardwright import _jax
 from shardwright.errors import IndivisibleError, Problem, ShapeRequiredError
@@ -19,6 +20,38 @@ from shardwright.resolution.parts import Derived, Fits
 from shardwright.resolution.rules import Fallback, Policy, Rule
 from shardwright.vocabulary.axes import LAYERS
 from shardwright.vocabulary.lowering import Dim
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Addition:
+    """What differs between the policies that add mesh axes.
+
+    Attributes:
+      key: Key of the policy, which is also the field of `DimDecision` with the added mesh axes.
+      only_free: Whether only dims without mesh axes get some, the largest first. Otherwise every
+        dim may, and the first that fits gets them.
+      none: What notes and errors say if no dim fits.
+      then: How such an array is sharded if the rule ends in `-`.
+    """
+
+    key: str
+    only_free: bool
+    none: str
+    then: str
+
+
+_ZERO1: Final = _Addition(
+    key="zero1",
+    only_free=False,
+    none="no dim also divides",
+    then="such state like its parameter",
+)
+_LARGEST_DIM: Final = _Addition(
+    key="largest_dim",
+    only_free=True,
+    none="no free dim divides",
+    then="such a weight by its rules alone",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +95,7 @@ def add_zero1(param: Derived, rule: Rule | None, array: StoredDims) -> Derived:
     # This is stage 1 of ZeRO (arXiv:1910.02054). A dim of each state is sharded, and not a flat
     # buffer of all states, so that each state keeps its shape and has a spec.
     able = [decision for decision in param.decisions if decision.outcome is not Outcome.EMPTY]
-    return _added("zero1", param, rule, able, array)
+    return _added(_ZERO1, param, rule, able, array)
 
 
 def add_largest_dim(weight: Derived, policy: Policy, array: StoredDims) -> Derived:
@@ -101,7 +134,7 @@ def add_largest_dim(weight: Derived, policy: Policy, array: StoredDims) -> Deriv
     if able and is_small and all(decision.size is not None for decision in able):
         least = f"largest_dim_min_size = {policy.largest_dim_min_size}"
         return _noted(weight, rule, f"{elements} elements are fewer than {least}")
-    return _added("largest_dim", weight, rule, able, array)
+    return _added(_LARGEST_DIM, weight, rule, able, array)
 
 
 def policy_notes(resolution: Resolution, rule: Rule) -> list[str]:
@@ -111,12 +144,12 @@ def policy_notes(resolution: Resolution, rule: Rule) -> list[str]:
 
 
 def _added(
-    policy: str, found: Derived, rule: Rule, able: Sequence[DimDecision], array: StoredDims
+    policy: _Addition, found: Derived, rule: Rule, able: Sequence[DimDecision], array: StoredDims
 ) -> Derived:
     """Give the free mesh axes of the first candidate that fits to one of the dims `able`.
 
     Args:
-      policy: Key of the policy, which is also the field of `DimDecision` with the added mesh axes.
+      policy: The policy.
       found: Decisions by the rules of the axes.
       rule: Candidates in order.
       able: Dims that may be sharded further, in the order in which they are tried.
@@ -142,23 +175,25 @@ def _added(
         tried.append(free)
     # If no candidate had free mesh axes, no size is at fault, and that is no error.
     if not tried or rule.fallback is Fallback.REPLICATED:
-        words = "free dim" if policy == "largest_dim" else "dim also"
-        notes = [f"no {words} divides over {'+'.join(free)}" for free in tried]
-        return _noted(found, rule, *notes)
+        return _noted(found, rule, *(f"{policy.none} over {'+'.join(free)}" for free in tried))
     problem = _none_fits(policy, able, tried[0], rule, array)
     return dataclasses.replace(found, problems=(problem,))
 
 
 def _first_fitting(
-    policy: str, able: Sequence[DimDecision], free: tuple[str, ...], rule: Rule, array: StoredDims
+    policy: _Addition,
+    able: Sequence[DimDecision],
+    free: tuple[str, ...],
+    rule: Rule,
+    array: StoredDims,
 ) -> DimDecision | Problem | None:
     """Return the first dim that also divides over `free`, or None.
 
     Return a problem if a size is unknown or symbolic, so that the dim cannot be determined.
     """
-    what = f"which dim {policy} shards depends on the sizes"
+    what = f"which dim {policy.key} shards depends on the sizes"
     fix = "pass shape=, with symbolic sizes as multiples, such as 8*b"
-    if policy == "largest_dim":
+    if policy.only_free:
         # Along a Manual mesh axis sizes are local, and the largest local dim may be another one.
         # `zero1` takes the first dim that divides, and along a Manual mesh axis each does.
         if manual := [axis for axis in free if axis in array.manual]:
@@ -177,7 +212,7 @@ def _first_fitting(
             if size is not None and array.fits(size, (*decision.mesh_axes, *free)):
                 return decision
         except _jax.Inconclusive:
-            what = f"which dim {policy} shards depends on the size {size}"
+            what = f"which dim {policy.key} shards depends on the size {size}"
             return dataclasses.replace(unknown, what=what, dim=decision.dim)
     return None
 
@@ -189,38 +224,44 @@ def _noted(found: Derived, rule: Rule, *notes: str) -> Derived:
 
 
 def _widened(
-    policy: str, found: Derived, chosen: DimDecision, free: tuple[str, ...], rule: Rule
+    policy: _Addition, found: Derived, chosen: DimDecision, free: tuple[str, ...], rule: Rule
 ) -> Derived:
     # As minor axes, so that the state of a device belongs to its own shard of the parameter.
     axes = (*chosen.mesh_axes, *free)
-    wider = dataclasses.replace(chosen, mesh_axes=axes, **{policy: free})  # type: ignore[arg-type]
+    added: dict[str, Any] = {policy.key: free}
+    if not chosen.mesh_axes:
+        # The dim has all of its mesh axes from the policy, so errors and reports name this rule.
+        added |= {"rule": rule.ref, "outcome": Outcome.CHOSEN}
+    wider = dataclasses.replace(chosen, mesh_axes=axes, **added)
     decisions = tuple(
         wider if decision.dim == chosen.dim else decision for decision in found.decisions
     )
     note = f"{'+'.join(free)} on dim {chosen.dim} {chosen.label}"
-    if policy == "largest_dim":
+    if policy.only_free:
         note += f", the largest free dim that divides ({chosen.size})"
     return _noted(dataclasses.replace(found, decisions=decisions), rule, note)
 
 
 def _none_fits(
-    policy: str, able: Sequence[DimDecision], free: tuple[str, ...], rule: Rule, array: StoredDims
+    policy: _Addition,
+    able: Sequence[DimDecision],
+    free: tuple[str, ...],
+    rule: Rule,
+    array: StoredDims,
 ) -> Problem:
-    what, then = "no dim of this optimizer state also divides", "such state like its parameter"
-    if policy == "largest_dim":
-        what, then = "no free dim of this weight divides", "such a weight by its rules alone"
     tries = []
     for decision in able:
-        if policy == "largest_dim" and decision.mesh_axes:
+        if policy.only_free and decision.mesh_axes:
             over = "+".join(decision.mesh_axes)
             tries.append(f"dim {decision.dim} {decision.label} is sharded over {over}")
             continue
         sizes = [f"{axis}={array.sizes[axis]}" for axis in (*decision.mesh_axes, *free)]
         tries.append(f"{array.judged(decision)} over {', '.join(sizes)}")
-    fix = f'end {policy} in a fallback, {policy} = "{rule.ref.text} | -", which shards {then}'
+    key = policy.key
+    fix = f'end {key} in a fallback, {key} = "{rule.ref.text} | -", which shards {policy.then}'
     return Problem(
         error=IndivisibleError,
-        what=f"{what} over {'+'.join(free)}: {'; '.join(tries)}",
+        what=f"{policy.none} over {'+'.join(free)}: {'; '.join(tries)}",
         path=array.path or "",
         rule=str(rule.ref),
         mesh_axes=free,

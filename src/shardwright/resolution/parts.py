@@ -103,7 +103,7 @@ def _followed(
         the part's dim.
       whole: Size of the dim that is followed.
       fits: Tells whether a size divides over mesh axes.
-      policy: What to do if it does not, and the rule of a dim that `largest_dim` sharded.
+      policy: What to do if it does not.
     """
     size: Any = decision.size
     failed = dataclasses.replace(decision, outcome=Outcome.FAILED, mesh_axes=())
@@ -121,7 +121,7 @@ def _followed(
             fix="write the size as a multiple, such as 8*b, or annotate the dim EMPTY",
         )
     if policy.indivisible is Indivisible.ERROR:
-        return failed, _split_block(decision, whole, policy)
+        return failed, _split_block(decision, whole)
     return _shortened(decision, fits, policy.indivisible), None
 
 
@@ -147,10 +147,7 @@ def _shortened(decision: DimDecision, fits: Fits, policy: Indivisible) -> DimDec
     return dataclasses.replace(decision, outcome=_SHORTENED[policy], mesh_axes=best)
 
 
-def _split_block(decision: DimDecision, whole: int, policy: Policy) -> Problem:
-    rule = decision.rule
-    if decision.largest_dim and policy.largest_dim is not None:
-        rule = policy.largest_dim.ref
+def _split_block(decision: DimDecision, whole: int) -> Problem:
     size, over = decision.size or 0, "+".join(decision.mesh_axes)
     blocks = f"size {size} (of {whole})"
     if size and whole % size == 0:
@@ -162,6 +159,6 @@ def _split_block(decision: DimDecision, whole: int, policy: Policy) -> Problem:
         axis=decision.label,
         size=size,
         mesh_axes=decision.mesh_axes,
-        rule="" if rule is None else str(rule),
+        rule=str(decision.rule or ""),
         fix="choose a block size whose number of blocks divides, or annotate the dim EMPTY",
     )
