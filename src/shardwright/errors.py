@@ -23,6 +23,31 @@ MOST_NAMES: Final = 2000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NewValue:
+    """An edit of a strategy file: a key gets another value.
+
+    Attributes:
+      table: Key path of the table, such as `("modes", "decode")`.
+      key: The key, which the table may lack.
+      value: Its value.
+      source: File and line of the value that it replaces, or empty.
+    """
+
+    table: tuple[str, ...]
+    key: str
+    value: str
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rename:
+    """An edit of a strategy file: a misspelled name on the line of the problem is replaced."""
+
+    old: str
+    new: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One thing that is wrong.
 
@@ -39,6 +64,7 @@ class Problem:
         member.
       fix: How to fix it, or empty; one line per alternative.
       snippet: Source lines with a caret, or empty.
+      edit: The edit that the first words of `fix` describe, for `--fix`. None if there is none.
     """
 
     error: type[ShardingError]
@@ -52,6 +78,7 @@ class Problem:
     rule: str = ""
     fix: str = ""
     snippet: str = ""
+    edit: NewValue | Rename | None = None
 
     def __post_init__(self) -> None:
         for name in ("what", "path", "rule", "fix"):
@@ -68,8 +95,7 @@ class Problem:
         # `heads must be a positive integer` says where it is. A leaf may have the name `a`.
         is_said = what.startswith((f"{place} ", f"{place}=")) and place != "a"
         lines = [what if is_said or not place else f"{place}: {what}"]
-        # One space per character, so that the caret stays under its column.
-        lines += [f"  {_blanked(line)}" for line in self.snippet.split("\n") if self.snippet]
+        lines += [f"  {line}" for line in snippet_lines(self.snippet)]
         for mark, text in (("rule", self.rule), ("fix", self.fix)):
             for at, line in enumerate(_visible_lines(text).splitlines()):
                 lines.append(f"        {line}" if at else f"  {mark:4}  {line}")
@@ -97,8 +123,13 @@ def _visible_lines(text: str) -> str:
     return "\n".join(map(visible, text.split("\n")))
 
 
-def _blanked(line: str) -> str:
-    return "".join(char if char.isprintable() else " " for char in line)
+def snippet_lines(snippet: str) -> list[str]:
+    """Return the lines of a snippet as they are printed."""
+    # One space per character, so that the caret stays under its column.
+    return [
+        "".join(char if char.isprintable() else " " for char in line)
+        for line in (snippet.split("\n") if snippet else ())
+    ]
 
 
 class ShardingError(ValueError):
@@ -301,7 +332,17 @@ def _window(snippet: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean 'x'?` for the closest known name, or an empty string.
+    """Return `did you mean 'x'?` for the closest known name, or an empty string."""
+    return hint_text([close] if (close := closest(name, known)) else [])
+
+
+def hint_text(meant: Sequence[str]) -> str:
+    """Return `did you mean 'x' or 'y'?` for the names that may be meant, or an empty string."""
+    return f"did you mean {' or '.join(map(repr, meant))}?" if meant else ""
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return the closest known name, or an empty string.
 
     A name that differs only in case is the closest. Between equally close names, the longer common
     prefix wins, because people rarely mistype the first letter.
@@ -310,8 +351,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if len(name) > LONGEST_NAME:
         return ""
     same = next((other for other in names if other.lower() == name.lower()), None)
-    close = same or _closest(name, names)
-    return f"did you mean {close!r}?" if close else ""
+    return same or _closest(name, names)
 
 
 def same_spelling(name: str, known: Iterable[str]) -> str:

@@ -127,6 +127,7 @@ def test_dry_run_shows_the_edits_only(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("mesh", ["[mesh]  # eight devices\nfsdp = 2\ntp = 4\n", ""])
 def test_misspelled_names_are_renamed(mesh: str) -> None:
     right = MINE.replace("[mesh]  # eight devices\nfsdp = 2\ntp = 4\n", mesh)
+    right = right.replace('"fsdp"\nKV', '"fsdp"  # not fdsp\nKV')
     wrong = right.replace("\nhead =", "\nheda =").replace('batch = "fsdp"', 'batch = "fdsp"')
     Path("mine.toml").write_text(wrong, encoding="utf-8")
     assert check("mine.toml --fix") == 0
@@ -264,3 +265,5 @@ def test_edits_of_text() -> None:
     entry = '[[tensors]]\nmatch = "x"\nembed = "tp"\n'
     assert set_value(entry, ("tensors", "0"), "embed", "-") == entry.replace('"tp"', '"-"')
     assert rename('a = "dpp+dp"\ndpp = 2', 1, "dpp", "dp") == 'a = "dp+dp"\ndpp = 2'
+    line = """dpp = "a # dpp \\" dpp" + 'dpp'  # dpp "dpp"""
+    assert rename(line, 1, "dpp", "dp") == """dp = "a # dp \\" dp" + 'dp'  # dpp "dpp"""

@@ -475,6 +475,33 @@ CASES: dict[str, Case] = {
         fix="or drop the line",
         quiet='[mesh]\nfsdp = 4\ndp = -1\n[rules]\nbatch = "fsdp"\n[policy]\nzero1 = "dp | -"\n',
     ),
+    "a largest_dim with a minimum that no weight reaches": Case(
+        text='[rules]\nembed = "-"\n[policy]\nlargest_dim = "fsdp | -"\n'
+        'largest_dim_min_size = 9999\ngather = "fsdp"\n',
+        tensors=[
+            act("x", sw.BATCH),
+            *(weight(f"w{size}", sw.EMBED, shape=(size,)) for size in (16, 64, 32)),
+        ],
+        mesh="dp:2,fsdp:2",
+        code=Code.IDLE_LARGEST_DIM,
+        severity=Severity.WARNING,
+        where="s.toml:4 policy.largest_dim",
+        says="for every weight of the tree, 64 elements are fewer than largest_dim_min_size = "
+        "9999; 32 elements are fewer than largest_dim_min_size = 9999; and 1 more like these",
+        fix="lower largest_dim_min_size",
+        quiet='[rules]\nembed = "-"\n[policy]\nlargest_dim = "fsdp | -"\n'
+        'largest_dim_min_size = 64\ngather = "fsdp"\n',
+    ),
+    "a largest_dim over mesh axes that are not there": Case(
+        text='[mesh]\ndp = 4\n[rules]\nbatch = "dp"\n[policy]\nlargest_dim = "fsdp | -"\n',
+        code=Code.IDLE_LARGEST_DIM,
+        severity=Severity.NOTE,
+        where="s.toml:6 policy.largest_dim",
+        says="the mesh has no axis of more than one device among fsdp",
+        fix="or drop the line",
+        quiet='[mesh]\ndp = 4\nfsdp = -1\n[rules]\nbatch = "dp"\n[policy]\n'
+        'largest_dim = "fsdp | -"\n',
+    ),
     "an axis without a rule": Case(
         text='[axes]\nrotary = "x"\n[rules]\nbatch = "dp"\n',
         tensors=[act("q", sw.BATCH, "rotary"), act("k", "rotary")],

@@ -1,7 +1,6 @@
-"""`--fix` of `check` and `plan`: edit a strategy file as the fixes of its findings say.
+"""`--fix` of `check` and `plan`: make the edits that the findings of a strategy file have.
 
-An edit is made if the first words of the fix name it. The edited strategy is then tried, and what
-had a result before must have the same result.
+The edited strategy is then tried, and what had a result before must have the same result.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ import difflib
 import functools
 import math
 import operator
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardwright.errors import MeshSpecError, ShardingError, StrategyError
-from shardwright.lints.finding import Code, Finding, from_problem
+from shardwright.errors import MeshSpecError, NewValue, Rename, ShardingError, StrategyError
+from shardwright.lints.finding import Finding, from_problem
 from shardwright.mesh.build import INFER
 from shardwright.resolution.rules import Conflict, Indivisible, Missing, Order
 from shardwright.strategy import files
@@ -31,11 +29,6 @@ if TYPE_CHECKING:
 
 # A misspelled name hides what else is wrong, so a file is tried again after each round of edits.
 _ROUNDS: Final = 8
-_FALLBACK = re.compile(r'add a fallback, (\w+) = "([^"]*)", or ')
-_NO_RULE = re.compile(r'to replicate it, write \[(\w+)\] (\w+) = "-"')
-_MEANT = re.compile(r"did you mean '(\w+)'\?")
-# A message ends in the rule's place: `(mine.toml:3, [modes.decode])`. A composite has several.
-_TABLE = re.compile(r"\[([\w.]+)\]\)")
 # What a diff adds is green, and what it removes is red.
 MARKS: Final = {r"^\+.*": "green", r"^-.*": "red"}
 
@@ -179,25 +172,21 @@ def fix_file(
 def _edits(findings: Sequence[Finding], strategy: Strategy | None, file: str) -> Iterator[Edit]:
     """Yield the edit of each finding that has one, those that depend on line numbers first."""
     for finding in findings:
-        yield from _rename_edits(finding, file)
+        source, _, line = finding.source.rpartition(":")
+        if isinstance(finding.edit, Rename) and source == file:
+            yield _renamer(int(line), finding.edit)
     # Under a policy that resolves conflicts or sizes, a rule's own fallback would take its place.
     if strategy is None or not _is_strict(strategy):
         return
     edits: dict[tuple[Any, ...], Edit] = {}
-    for finding in findings:
-        place = _TABLE.findall(finding.message)
-        added, unruled = _FALLBACK.match(finding.fix), _NO_RULE.match(finding.fix)
-        if added and len(place) == 1:
-            # An entry of [[tensors]] that another file has cannot be overridden from this one.
-            if place[0].startswith("tensors") and f"({file}:" not in finding.message:
-                continue
-            table, key, value = tuple(place[0].split(".")), added[1], added[2]
-        elif finding.code is Code.NO_RULE and unruled:
-            table, key, value = (unruled[1],), unruled[2], "-"
-        else:
-            continue
-        # Two tensors may ask for different fallbacks of one rule. Each ends in "-" and fits both.
-        edits.setdefault((table, key), _setter(table, key, value))
+    for edit in (finding.edit for finding in findings):
+        # An entry of [[tensors]] that another file has cannot be overridden from this one.
+        if isinstance(edit, NewValue) and (
+            edit.table[0] != "tensors" or edit.source.rpartition(":")[0] == file
+        ):
+            # Two tensors may ask for different fallbacks of one rule. Each ends in "-" and fits
+            # both.
+            edits.setdefault((edit.table, edit.key), _setter(edit.table, edit.key, edit.value))
     yield from edits.values()
 
 
@@ -205,21 +194,8 @@ def _setter(table: tuple[str, ...], key: str, value: str | int) -> Edit:
     return lambda text: set_value(text, table, key, value)
 
 
-def _rename_edits(finding: Finding, file: str) -> Iterator[Edit]:
-    """Yield the edit of a misspelled axis or mesh axis. Such a file does not load."""
-    source, _, line = finding.source.rpartition(":")
-    meant = _MEANT.match(finding.fix)
-    if source != file or meant is None:
-        return
-    if finding.code is Code.UNKNOWN_AXIS:
-        old = finding.key.rpartition(".")[2]
-    elif finding.code is Code.UNKNOWN_MESH_AXIS and (
-        named := re.match(r"mesh axis '(\w+)' is neither", finding.message)
-    ):
-        old = named[1]
-    else:
-        return
-    yield lambda text: rename(text, int(line), old, meant[1])
+def _renamer(line: int, edit: Rename) -> Edit:
+    return lambda text: rename(text, line, edit.old, edit.new)
 
 
 def _is_strict(strategy: Strategy) -> bool:

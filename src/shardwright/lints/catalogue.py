@@ -29,7 +29,7 @@ LINTS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     gathering.gathered_in_decode,
     mesh_use.dcn_order,
     mesh_use.idle_mesh_axes,
-    mesh_use.idle_zero1,
+    mesh_use.idle_policies,
     trees.no_rule,
     trees.unused_tensors,
     trees.unused_memory,

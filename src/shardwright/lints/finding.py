@@ -7,7 +7,13 @@ import enum
 import re
 from typing import Any
 
-from shardwright.errors import MissingMeshAxisError, Problem, UnknownAxisError
+from shardwright.errors import (
+    MissingMeshAxisError,
+    NewValue,
+    Problem,
+    Rename,
+    UnknownAxisError,
+)
 from shardwright.vocabulary.shown import data_of
 
 
@@ -37,6 +43,7 @@ class Code(enum.StrEnum):
     DCN_MINOR = "dcn_minor"
     IDLE_MESH_AXIS = "idle_mesh_axis"
     IDLE_ZERO1 = "idle_zero1"
+    IDLE_LARGEST_DIM = "idle_largest_dim"
     NO_RULE = "no_rule"
     UNUSED_TENSORS = "unused_tensors"
     UNUSED_RULE = "unused_rule"
@@ -55,6 +62,8 @@ class Finding:
       fix: How to fix it.
       source: `file:line`, or empty if it is not about a line of a file.
       key: Key path in the file, or path and dim of a tensor.
+      snippet: Source lines with a caret, or empty.
+      edit: The edit that `--fix` makes, or None.
     """
 
     code: Code
@@ -63,6 +72,8 @@ class Finding:
     fix: str
     source: str = ""
     key: str = ""
+    snippet: str = ""
+    edit: NewValue | Rename | None = None
 
     @property
     def where(self) -> str:
@@ -97,13 +108,14 @@ def from_problem(problem: Problem) -> Finding:
         fix=problem.fix,
         source=place["source"] if place else "",
         key=(place["key"] or "") if place else problem.path,
+        snippet=problem.snippet,
+        edit=problem.edit,
     )
 
 
 def problem_text(problem: Problem) -> str:
     """Return a problem in one line, with its rule and without the mode."""
     rule = " and ".join(_MODE.sub(")", problem.rule).splitlines())
-    # A snippet does not fit on one line, because its caret points at the line above.
     return " ".join(f"{problem.what}{f'; rule {rule}' if rule else ''}".split())
 
 

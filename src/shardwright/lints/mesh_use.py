@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
+from typing import Final
 
 from shardwright.errors import ShapeRequiredError, did_you_mean
 from shardwright.lints.finding import Code, Finding, Severity, dim_key
@@ -13,6 +15,19 @@ from shardwright.resolution.decisions import Resolution
 from shardwright.resolution.free_axes import policy_notes
 from shardwright.resolution.resolver import explain
 from shardwright.vocabulary.axes import PARALLELISM_AXES, STANDARD_MESH_AXES, Role
+
+# Key of the policy -> the code of its finding, and the fix.
+_ADDED: Final = {
+    "zero1": (
+        Code.IDLE_ZERO1,
+        'name a mesh axis that parameters do not use, such as zero1 = "dp | -", or drop the line',
+    ),
+    "largest_dim": (
+        Code.IDLE_LARGEST_DIM,
+        "lower largest_dim_min_size, name a mesh axis that no rule uses, or drop the line",
+    ),
+}
+_REASONS: Final = 2  # that a finding names
 
 
 def unknown_mesh_axes(subject: Subject) -> Iterator[Finding]:
@@ -127,59 +142,58 @@ def _idle(
     return None
 
 
-def idle_zero1(subject: Subject) -> Iterator[Finding]:
-    """Yield `policy.zero1` if it shards no optimizer state.
+def idle_policies(subject: Subject) -> Iterator[Finding]:
+    """Yield `zero1` and `largest_dim` of the policy if they shard nothing.
 
-    Either the mesh lacks its mesh axes, or no dim of the tree's parameters can take them.
+    Either the mesh lacks their mesh axes, or no weight of the tree can take them.
     """
-    rule = subject.rules.policy.zero1
-    if rule is None or not rule.candidates or not subject.sizes:
-        return
-    if not any(subject.live(candidate) for candidate in rule.candidates):
-        names = ", ".join(
-            dict.fromkeys(axis for candidate in rule.candidates for axis in candidate)
+    for key, (code, fix) in _ADDED.items():
+        rule = getattr(subject.rules.policy, key)
+        if rule is None or not subject.sizes:
+            continue
+        answers: list[Resolution] = []
+        if not any(subject.live(candidate) for candidate in rule.candidates):
+            if not subject.own_mesh:
+                continue  # a mesh that is given for the check may be one of several
+            names = ", ".join(rule.mesh_axes)
+            why = f"the mesh has no axis of more than one device among {names}"
+        else:
+            answers = _weights(subject, Role.STATE if key == "zero1" else Role.PARAM)
+            if not answers or any(
+                # What does not resolve may be sharded by the policy once it does.
+                not each.ok or any(getattr(decision, key) for decision in each.decisions)
+                for each in answers
+            ):
+                continue
+            notes = dict.fromkeys(note for each in answers for note in policy_notes(each, rule))
+            # A note may name the size of one weight. That of the largest comes first.
+            shown = [*notes][:_REASONS] or ["no dim may be sharded"]
+            why = f"for every weight of the tree, {'; '.join(shown)}"
+            if len(notes) > _REASONS:
+                why += f"; and {len(notes) - _REASONS} more like these"
+        yield subject.finding(
+            code,
+            Severity.WARNING if answers else Severity.NOTE,
+            ("policy", key),
+            message=f'{key} = "{rule.ref.text}" shards nothing: {why}',
+            fix=fix,
         )
-        why, severity = f"the mesh has no axis of more than one device among {names}", Severity.NOTE
-    else:
-        answers = _states(subject)
-        if not answers or any(
-            # State that does not resolve may be sharded over zero1 once it does.
-            not resolution.ok or any(decision.zero1 for decision in resolution.decisions)
-            for resolution in answers
-        ):
-            return
-        reasons = dict.fromkeys(
-            note for resolution in answers for note in policy_notes(resolution, rule)
-        )
-        why, severity = (
-            f"for every weight of the tree, {'; '.join(reasons) or 'no dim may be sharded'}",
-            Severity.WARNING,
-        )
-    yield subject.finding(
-        Code.IDLE_ZERO1,
-        severity,
-        ("policy", "zero1"),
-        message=f'zero1 = "{rule.ref.text}" shards nothing: {why}',
-        fix='name a mesh axis that parameters do not use, such as zero1 = "dp | -", '
-        "or drop the line",
-    )
 
 
-def _states(subject: Subject) -> list[Resolution]:
-    """Return the resolution of the optimizer state of each weight that has a shape."""
-    if not subject.exact:
-        return []
+def _weights(subject: Subject, role: Role) -> list[Resolution]:
+    """Return the resolution, in training, of each weight that has a shape, the largest first."""
     weights = [
         tensor
-        for tensor in subject.tensors or ()
+        for tensor in (subject.tensors or () if subject.exact else ())
         if role_of(tensor) is Role.PARAM and tensor.shape is not None
     ]
+    weights.sort(key=lambda tensor: -math.prod(tensor.shape or ()))
     return [
         explain(
             tensor.axes,
             subject.rules,
             subject.sizes,
-            role=Role.STATE,
+            role=role,
             shape=tensor.shape,
             path=tensor.path or None,
         )

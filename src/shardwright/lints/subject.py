@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shardwright.errors import ShardingError
+from shardwright.errors import NewValue, ShardingError
 from shardwright.lints.finding import Code, Finding, Severity
 from shardwright.mesh.build import INFER, MeshSpec
 from shardwright.resolution.decisions import Resolution
 from shardwright.resolution.resolver import explain
 from shardwright.resolution.rules import AxisRules, Rule
+from shardwright.strategy.files import file_to_edit
 from shardwright.strategy.origin import KeyPath
 from shardwright.trees.tensors import Tensor
 from shardwright.vocabulary.axes import (
@@ -52,6 +53,7 @@ class Subject:
       axes: Axes that the strategy declares.
       rules: Compiled rules.
       source: Function from a key path to `file:line`.
+      file: The file in which its user changes rules, as text.
       own_mesh: Whether the mesh is the strategy's own.
       sizes: Size of each mesh axis; -1 if it depends on the number of devices.
       crossing: Mesh axes that cross slices, at least with a part of their devices.
@@ -66,6 +68,7 @@ class Subject:
     axes: tuple[str, ...]
     rules: AxisRules
     source: Callable[..., str]
+    file: str
     own_mesh: bool
     sizes: Mapping[str, int]
     crossing: frozenset[str]
@@ -79,7 +82,14 @@ class Subject:
         return bool(self.sizes) and INFER not in self.sizes.values()
 
     def finding(
-        self, code: Code, severity: Severity, path: KeyPath, *, message: str, fix: str
+        self,
+        code: Code,
+        severity: Severity,
+        path: KeyPath,
+        *,
+        message: str,
+        fix: str,
+        edit: NewValue | None = None,
     ) -> Finding:
         """Return a finding about a key of the file."""
         return Finding(
@@ -89,6 +99,7 @@ class Subject:
             key=".".join(path),
             message=message,
             fix=fix,
+            edit=edit,
         )
 
     def written(self) -> Iterator[tuple[KeyPath, str, Rule]]:
@@ -162,6 +173,7 @@ def make_subject(
         axes=tuple(strategy.axes),
         rules=rules,
         source=strategy.source,
+        file=file_to_edit(strategy.name, strategy.source()),
         own_mesh=mesh is None,
         sizes=sizes,
         crossing=crossing,

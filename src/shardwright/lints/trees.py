@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from shardwright.errors import (
     IndivisibleError,
+    NewValue,
     Problem,
     ShapeRequiredError,
     ShardingError,
@@ -37,13 +38,30 @@ def unresolved(subject: Subject) -> Iterator[Finding]:
     for problem, modes in _problems(subject).items():
         if problem.error is ShapeRequiredError:
             continue
-        yield Finding(
-            code=_code(problem),
-            severity=Severity.ERROR,
-            key=dim_key(problem.path, problem.dim, problem.axis),
-            message=problem_text(problem) + _in_modes(list(map(mode_name, modes))),
-            fix=problem.fix,
+        yield unresolved_finding(
+            problem, file=subject.file, modes=_in_modes(list(map(mode_name, modes)))
         )
+
+
+def unresolved_finding(problem: Problem, *, file: str, modes: str = "") -> Finding:
+    """Return the finding of an array without a spec.
+
+    Args:
+      problem: Its problem.
+      file: The file in which the user of the strategy changes rules. The rule may be in another.
+      modes: The end of the message.
+    """
+    fix, edit = problem.fix, problem.edit
+    if isinstance(edit, NewValue) and edit.source and edit.source.rpartition(":")[0] != file:
+        fix += f"; a fallback belongs in [{'.'.join(edit.table)}] of {file}"
+    return Finding(
+        code=_code(problem),
+        severity=Severity.ERROR,
+        key=dim_key(problem.path, problem.dim, problem.axis),
+        message=problem_text(problem) + modes,
+        fix=fix,
+        edit=edit,
+    )
 
 
 def _in_modes(names: list[str]) -> str:
@@ -200,6 +218,7 @@ def no_rule(subject: Subject) -> Iterator[Finding]:
             message=f"{label} of {shown} has no rule: replicated"
             + _in_modes(next(iter(paths.values()))),
             fix=f'to replicate it, write [{table}] {axis} = "-", or give it mesh axes',
+            edit=NewValue(table=(table,), key=axis, value="-"),
         )
 
 

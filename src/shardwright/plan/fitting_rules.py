@@ -10,6 +10,7 @@ from shardwright.errors import ShardingError
 from shardwright.manager.manager import PartitionManager
 from shardwright.plan.search.settings import with_settings
 from shardwright.plan.state import Category, StateBytes
+from shardwright.strategy.files import file_to_edit
 from shardwright.vocabulary.units import bytes_text
 
 if TYPE_CHECKING:
@@ -24,15 +25,23 @@ class FittingRules:
 
     Attributes:
       settings: Key of a strategy file, such as `params.embed` -> its text.
+      file: The file to write them in, as text.
       needs: Bytes that a device then needs at least.
     """
 
     settings: Mapping[str, str]
+    file: str
     needs: int
 
     def __str__(self) -> str:
-        settings = " and ".join(f'{key} = "{text}"' for key, text in self.settings.items())
-        return f"write {settings} in the strategy: then it needs at least {bytes_text(self.needs)}"
+        # With the header of the table: a dotted key at the end of a file belongs to its last table.
+        written = [
+            f'[{table or "rules"}] {name} = "{text}"'
+            for key, text in self.settings.items()
+            for table, _, name in [key.rpartition(".")]
+        ]
+        needs = bytes_text(self.needs)
+        return f"write {' and '.join(written)} in {self.file}: then it needs at least {needs}"
 
 
 def find_smaller_rules(
@@ -66,7 +75,8 @@ def find_smaller_rules(
         except ShardingError:
             continue  # for example, an activation already uses the mesh axis
         if needs < (below if best is None else best.needs):
-            best = FittingRules(settings=settings, needs=needs)
+            file = file_to_edit(strategy.name, strategy.source())
+            best = FittingRules(settings=settings, file=file, needs=needs)
     return best
 
 
@@ -94,6 +104,9 @@ def _changes(
         wider = axis if first == "-" else f"{first}+{axis}{rest}"
         # A weight that is used as stored keeps the mesh axis in matmuls, where the batch competes.
         gather = "+".join(dict.fromkeys([*policy.gather, axis]))
-        yield {f"params.{name}": wider, "policy.gather": gather}
+        is_policy = name in ("largest_dim", "zero1")
+        change = {f"{'policy' if is_policy else 'params'}.{name}": wider}
+        # What zero1 adds to optimizer state is never gathered.
+        yield change if name == "zero1" else {**change, "policy.gather": gather}
         if policy.zero1 is None and Category.OPTIMIZER in state.categories:
             yield {"policy.zero1": f"{axis} | -"}

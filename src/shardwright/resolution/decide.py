@@ -22,6 +22,7 @@ from shardwright.errors import (
     AxisConflictError,
     IndivisibleError,
     MissingMeshAxisError,
+    NewValue,
     Problem,
     ShapeRequiredError,
     ShardingError,
@@ -534,11 +535,17 @@ def _add_indivisible(
     over = ", ".join(f"{axis}={decider.sizes[axis]}" for axis in live)
     count = f" ({shards} shards)" if len(live) > 1 else ""
     judged = f"{pending.judged_as} of " if pending.judged_as else ""
-    fallback = "write None there"
+    fallback, edit = "write None there", None
     if not pending.literal and decider.rules.policy.conflict is Conflict.NEXT:
         fallback = 'under conflict = "next" a fallback is not for sizes: set [policy] indivisible'
+    elif isinstance(rule, Composite):
+        fallback = f"add a fallback, {_composite_fallback(decider, rule, failure, size)}"
     elif not pending.literal:
-        fallback = f"add a fallback, {_fallback_for(decider, rule, failure, live, size)}"
+        ref, text = rule.ref, _with_fallback(decider, rule, live, size)
+        fallback = f'add a fallback, {ref.key} = "{text}"'
+        if ref.table:  # the rule is one of a file
+            table = tuple(ref.table.split("."))
+            edit = NewValue(table=table, key=ref.key, value=text, source=ref.source)
     decider.add_problem(
         IndivisibleError,
         f"{judged}size {size} does not divide over {over}{count}",
@@ -549,15 +556,12 @@ def _add_indivisible(
         mesh_axes=live,
         shards=shards,
         fix=f"{fallback}, or choose a size and a mesh that divide",
+        edit=edit,
     )
 
 
-def _fallback_for(
-    decider: Decider, rule: Chain, failure: Failure, live: tuple[str, ...], size: int
-) -> str:
-    """Return the rule with an added fallback that fits this size."""
-    if isinstance(rule, Composite):
-        return _composite_fallback(decider, rule, failure, size)
+def _with_fallback(decider: Decider, rule: Rule, live: tuple[str, ...], size: int) -> str:
+    """Return the text of a rule with an added fallback that fits this size."""
     parts = [
         part
         for end in range(1, len(live))
@@ -567,7 +571,7 @@ def _fallback_for(
     ]
     best = max(parts, key=decider.shards, default=())
     then = f"{'+'.join(best)} | -" if best else "-"
-    return f'{rule.ref.key} = "{rule.ref.text} | {then}"'
+    return f"{rule.ref.text} | {then}"
 
 
 def _composite_fallback(

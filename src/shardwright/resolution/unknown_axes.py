@@ -6,7 +6,14 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable
 
-from shardwright.errors import Problem, UnknownAxisError, did_you_mean, raise_problems
+from shardwright.errors import (
+    Problem,
+    UnknownAxisError,
+    closest,
+    did_you_mean,
+    hint_text,
+    raise_problems,
+)
 from shardwright.vocabulary.axes import (
     EMPTY,
     KNOWN_AXES,
@@ -90,7 +97,8 @@ def _several_fix(name: str) -> str:
 
 def _close_fix(name: str, known: Iterable[str], declare: str) -> str:
     layout = next((layout for layout in LAYOUTS if layout.upper() == name), "")
-    hint = axis_hint(name, sorted(axis_label(axis) for axis in known if axis != EMPTY))
+    labels = sorted(axis_label(axis) for axis in known if axis != EMPTY)
+    hint = hint_text(axes_meant(name, labels))
     if layout:
         hint = f"did you mean the layout {layout}?"
     declare = declare or (
@@ -99,27 +107,26 @@ def _close_fix(name: str, known: Iterable[str], declare: str) -> str:
     return f"{hint} {declare}".strip()
 
 
-def axis_hint(name: str, labels: Iterable[str]) -> str:
-    """Return `did you mean 'X'?` for a name that is not an axis, or an empty string.
+def axes_meant(name: str, labels: Iterable[str]) -> list[str]:
+    """Return the axes that a name which is not an axis may mean.
 
     An axis that an import made of the name comes first, such as `logical_mlp`. Names of other
     libraries come next, then names with similar letters.
 
     Args:
       name: The unknown name, in any case.
-      labels: Known axes, in the case that the result shows.
+      labels: Known axes, in the case that the result has.
 
-    >>> axis_hint("mlp", ["batch", "mlp_intermediate"])
-    "did you mean 'mlp_intermediate'?"
+    >>> axes_meant("mlp", ["batch", "mlp_intermediate"])
+    ['mlp_intermediate']
     """
     by_name = {label.lower(): label for label in labels}
     if imported := by_name.get(f"logical_{name.lower()}"):
-        return f"did you mean {imported!r}?"
+        return [imported]
     bare = name.lower().removeprefix("activation_")  # MaxText's prefix of activations
     axes = [by_name[axis.lower()] for axis in _AXES.get(bare, [bare]) if axis.lower() in by_name]
-    if not axes:
-        return did_you_mean(name, by_name.values())
-    return f"did you mean {' or '.join(map(repr, axes))}?"
+    close = closest(name, by_name.values())
+    return axes or ([close] if close else [])
 
 
 def missing_entry_fix(name: str, sizes: Iterable[str]) -> str:

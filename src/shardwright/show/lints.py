@@ -20,4 +20,5 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "line": int(line) if known else None,
         "key": finding.key or None,
         **named(finding, "message", "fix"),
+        **({"snippet": finding.snippet} if finding.snippet else {}),
     }

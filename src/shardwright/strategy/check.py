@@ -9,16 +9,19 @@ from typing import Any, Final
 from shardwright.errors import (
     MissingMeshAxisError,
     Problem,
+    Rename,
     ShardingError,
     StrategyError,
     UnknownAxisError,
+    closest,
     did_you_mean,
+    hint_text,
 )
 from shardwright.mesh.build import parse_mesh
 from shardwright.resolution.patterns import compile_pattern
 from shardwright.resolution.pipeline import STAGES
 from shardwright.resolution.rules import foreign_mesh_axes
-from shardwright.resolution.unknown_axes import axis_hint
+from shardwright.resolution.unknown_axes import axes_meant
 from shardwright.strategy.limits import LONGEST_PATTERN
 from shardwright.strategy.origin import KeyPath, KeySources, problem_at
 from shardwright.strategy.tables import ParsedTables, at_path, parse_rules, rule_tables
@@ -116,7 +119,8 @@ def name_problems(
                 continue
             if canonical_axis(key) not in known:
                 bare = axis_label(key).lower()
-                fix = hint = axis_hint(bare, labels)
+                meant = axes_meant(bare, labels)
+                fix = hint = hint_text(meant)
                 if bare == "empty" or not _AXIS_NAME.fullmatch(key):
                     fix = hint or "use the name of an axis, such as batch"
                 # A name that differs from a known axis only in underscores or case is a misspelling
@@ -125,7 +129,10 @@ def name_problems(
                     fix = f'{hint} declare an axis of your own with [axes] {key} = "what it is"'
                 what = f"unknown axis {key!r}"
                 where = (*path, key)
-                yield problem_at(where, origin, what, fix.strip(), error=UnknownAxisError)
+                edit = Rename(old=key, new=meant[0]) if len(meant) == 1 else None
+                yield problem_at(
+                    where, origin, what, fix.strip(), error=UnknownAxisError, edit=edit
+                )
     yield from _mesh_name_problems(data, parsed, origin)
 
 
@@ -142,8 +149,10 @@ def _mesh_name_problems(
         for name in foreign_mesh_axes(rule.mesh_axes, mesh):
             what = f"mesh axis {name!r} is neither in [mesh] nor a standard one "
             what += f"({', '.join(STANDARD_MESH_AXES)})"
-            where, fix = (*path, rule.ref.key), _fix_for_unknown(name, known)
-            yield problem_at(where, origin, what, fix, error=MissingMeshAxisError, rule=rule.ref)
+            where, (fix, meant) = (*path, rule.ref.key), _fix_for_unknown(name, known)
+            edit = Rename(old=name, new=meant) if meant else None
+            error = MissingMeshAxisError
+            yield problem_at(where, origin, what, fix, error=error, rule=rule.ref, edit=edit)
     for name in parsed.idle.mesh_axes if parsed.idle is not None else ():
         naming = next((rule for _, rule in rules if name in rule.mesh_axes), None)
         if naming is not None:
@@ -152,25 +161,25 @@ def _mesh_name_problems(
             yield problem_at(("policy", "idle"), origin, what, fix, rule=naming.ref)
 
 
-def _fix_for_unknown(name: str, known: Sequence[str]) -> str:
-    """Return how to fix an unknown mesh axis, with the most likely correction."""
+def _fix_for_unknown(name: str, known: Sequence[str]) -> tuple[str, str]:
+    """Return how to fix an unknown mesh axis, and the name that was meant, or an empty string."""
     if name.lower() in ("none", "null"):
-        return 'for replicated write "-"'
+        return 'for replicated write "-"', ""
     words = [word for word in re.split(r"\W+", name) if word]
     if len(words) > 1 and all(word in known for word in words):
-        return f'mesh axes are joined by "+": did you mean "{"+".join(words)}"?'
+        return f'mesh axes are joined by "+": did you mean "{"+".join(words)}"?', ""
     axis = canonical_axis(name.strip("_"))
     # The name is that of an axis, such as `tensor_parallel` or `TP`, in place of its mesh axis
     # `tp`.
-    if (parallelism := PARALLELISM_AXES.get(axis)) in known:
-        return did_you_mean(str(parallelism), known)
-    if axis in KNOWN_AXES and name.lower() not in map(str.lower, known):
-        semantic = f"a rule names mesh axes, and {axis_label(axis)} is a semantic axis"
-        return f"{semantic}: name one of {', '.join(known)}"
-    return (
-        did_you_mean(axis_label(name).lower(), known)
-        or f"add it to [mesh], {name} = 1, or name one of {', '.join(known)}"
-    )
+    meant = PARALLELISM_AXES.get(axis, "")
+    if meant not in known:
+        if axis in KNOWN_AXES and name.lower() not in map(str.lower, known):
+            semantic = f"a rule names mesh axes, and {axis_label(axis)} is a semantic axis"
+            return f"{semantic}: name one of {', '.join(known)}", ""
+        meant = closest(axis_label(name).lower(), known)
+    if not meant:
+        return f"add it to [mesh], {name} = 1, or name one of {', '.join(known)}", ""
+    return hint_text([meant]), meant
 
 
 def _pattern_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:

@@ -9,11 +9,16 @@ from shardwright.errors import StrategyError
 from shardwright.strategy.origin import KeyPath
 from shardwright.vocabulary.axes import canonical_axis
 
+# What stands before a comment: a "#" inside of quotes begins none.
+_CODE = re.compile(r"""(?:[^#"']|"(?:[^"\\]|\\.)*"|'[^']*')*""")
+
 
 def rename(text: str, line: int, old: str, new: str) -> str:
-    """Replace a word on one line. The line has the number that messages show, from 1."""
+    """Replace a word on one line, but not in its comment. Lines are counted from 1."""
     lines = text.split("\n")
-    lines[line - 1] = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", new, lines[line - 1])
+    code = _CODE.match(lines[line - 1])[0]  # type: ignore[index]  # it may be empty
+    comment = lines[line - 1].removeprefix(code)
+    lines[line - 1] = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", new, code) + comment
     return "\n".join(lines)
 
 

@@ -74,6 +74,19 @@ def preset_names() -> tuple[str, ...]:
     )
 
 
+def file_to_edit(name: str, source: str) -> str:
+    """Return, as text, the file in which the user of a strategy changes rules.
+
+    Args:
+      name: Name of the strategy.
+      source: Its file, or the last one of an overlay. Empty for one that is not read from a file.
+    """
+    # The file of a preset is part of the package.
+    if name in preset_names() and source == f"{name}.toml":
+        return f'a file with base = "{name}"'
+    return source or "the strategy"
+
+
 def read_preset(name: str) -> Parsed:
     """Read a preset: its data and the origin of each key."""
     return parse(preset_text(name), format="toml", source=f"{name}.toml")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwright.errors import Problem, ShardingError, StrategyError
+from shardwright.errors import Problem, Rename, ShardingError, StrategyError
 
 KeyPath = tuple[str, ...]
 # Source by key path. The empty path has the name of the file.
@@ -31,6 +31,8 @@ def problem_at(
     *,
     error: type[ShardingError] = StrategyError,
     rule: object = "",
+    edit: Rename | None = None,
 ) -> Problem:
     """Return a problem of a key. `rule` is the rule that is written there."""
-    return Problem(error=error, what=what, path=where(path, origin), rule=str(rule), fix=fix)
+    line = where(path, origin)
+    return Problem(error=error, what=what, path=line, rule=str(rule), fix=fix, edit=edit)
