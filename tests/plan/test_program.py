@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -72,3 +73,55 @@ def test_weight_that_is_not_gathered_is_suspected() -> None:
     (choice,) = plan_with(gather=False).walked.choices
     assert choice.fix.startswith("gather the weight before use, sw.gather(params, specs)")
     assert plan_with(gather=True).walked.choices == ()
+
+
+UP = (sw.EMBED, sw.MLP_INTERMEDIATE)
+HIDDEN = (sw.BATCH, sw.EMBED)
+
+
+def gathered(w: Any, x: Any) -> Any:
+    return sw.shard(sw.shard(x, HIDDEN) @ sw.gather(w, *UP), sw.BATCH, sw.MLP_INTERMEDIATE)
+
+
+def scanned(w: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (jnp.tanh(gathered(w, x)), None), x, w)[0]
+
+
+STACKED = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)
+PROGRAMS: dict[str, tuple[Any, Any, Any]] = {
+    "alone": (gathered, STACKED.shape[1:], UP),
+    "gradient": (jax.grad(lambda w, x: (gathered(w, x) ** 2).sum()), STACKED.shape[1:], UP),
+    "jit, remat and a cast": (
+        jax.jit(jax.checkpoint(lambda w, x: gathered(w.astype(jnp.bfloat16), x))),
+        STACKED.shape[1:],
+        UP,
+    ),
+    "rows of a scan": (scanned, STACKED.shape, (sw.LAYERS, *UP)),
+}
+
+
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_weight_annotated_like_an_input_is_refused(name: str, axis_types: Any) -> None:
+    """By the rules of activations, embed is whole, so nothing would be gathered."""
+    function, shape, axes = PROGRAMS[name]
+    mesh = sw.abstract_mesh("fsdp:4", axis_types=axis_types)
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh)
+    w = jax.ShapeDtypeStruct(shape, jnp.float32)
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    given: dict[str, Any] = {"specs": (axes, HIDDEN)}
+    says = "argument 0", "input", "weight", "test_program.py"
+    with raises(sw.StrategyError, *says, fix='holds=("parameters", "inputs")', count=1):
+        pm.plan(function, w, x, **given)
+    # Either of the two fixes gives the plan with the gather.
+    plans = [
+        pm.plan(function, w, x, holds=("parameters", "inputs"), **given),
+        pm.plan(function, w, x, specs=(sw.ArraySpec(shape, jnp.float32, axes), HIDDEN)),
+    ]
+    for report in plans:
+        assert "all_gather" in {str(event.kind) for event in report.events}
+        assert report.state.of("parameters").per_device == 4 * math.prod(shape) // 4
+    # Whoever says that it is an input, or stores it alike, is believed.
+    pm.plan(function, w, x, holds=("inputs", "inputs"), **given)
+    ddp = sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=sw.abstract_mesh("dp:4"))
+    ddp.plan(function, w, x, **given)

@@ -33,6 +33,7 @@ from shardwright.plan.trace import Trace, check_outputs, read_inputs, trace, wal
 from shardwright.plan.walk.entries import Peak
 from shardwright.plan.walk.events import CompilerChoice, Event, Walked
 from shardwright.plan.walk.ledger import LAYOUT_FIXES
+from shardwright.plan.weights import arguments_as_weights
 from shardwright.resolution.partition_specs import entry_names
 from shardwright.resolution.request import ShardingRequest
 from shardwright.trees.paths import path_text
@@ -301,6 +302,7 @@ def price(
     _check_on_device(manager, traced)
     # Before the walk, which takes the first of several possible roles of an output.
     check_outputs(traced, manager)
+    _check_weights(manager, traced, program)
     state = program_state(manager, traced, program)
     walked = walk(
         traced,
@@ -322,6 +324,45 @@ def price(
         layout=layout,
         attention=traced.attention_calls,
     )
+
+
+def _check_weights(manager: Manager, traced: Trace, program: Program) -> None:
+    """Refuse arguments that are inputs by their annotations, and weights inside the program.
+
+    Under the rules of activations they would be stored otherwise than the program says, and a plan
+    would have other collectives.
+
+    Raises:
+      StrategyError: There are such arguments, and `holds` does not say what they are.
+    """
+    categories = read_holds(program.shapes, program.holds)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(program.shapes)
+    differing: dict[int, list[str]] = {}
+    for weight in arguments_as_weights(traced.jaxpr):
+        given = traced.inputs[weight.argument]
+        if not isinstance(given, ShardingRequest) or categories[weight.argument] is not None:
+            continue
+        own, stored = manager.answer(given), manager.answer(weight.request)
+        if own.role is not Role.ACTIVATION or not (own.ok and stored.ok):
+            continue
+        if [each.mesh_axes for each in own.decisions[weight.cut :]] != [
+            each.mesh_axes for each in stored.decisions
+        ]:
+            path = leaves[weight.argument][0]
+            named = path_text(path[1:]) or "the argument itself"
+            differing.setdefault(path[0].idx, []).append(f"{named} at {weight.source}")
+    held = [
+        Category.PARAMETERS if at in differing else Category.INPUTS
+        for at in range(len(program.shapes))
+    ]
+    fix = f"write holds={tuple(map(str, held))}, or pass ArraySpecs in specs=".replace("'", '"')
+    problems = []
+    for argument, arrays in differing.items():
+        more = f" and {len(arrays) - _NAMED} more" if len(arrays) > _NAMED else ""
+        what = f"argument {argument} is annotated like an input, but the program uses it as a "
+        what += f"weight, which is stored otherwise: {', '.join(arrays[:_NAMED])}{more}"
+        problems.append(Problem(error=StrategyError, what=what, fix=fix))
+    raise_problems(problems)
 
 
 def _check_on_device(manager: Manager, traced: Trace) -> None:
