@@ -225,6 +225,11 @@ def test_trailing_comma_in_json(text: str, tmp_path: Path) -> None:
     code, out, _ = run("check s.json", tmp_path)
     assert code == 1
     assert "no comma may stand before a bracket" in out
+    # The caret that this fix speaks of stands below the line.
+    lines = out.split("\n")
+    at = next(number for number, line in enumerate(lines) if line.strip() == "^")
+    assert lines[at - 1].strip() in map(str.strip, text.split("\n"))
+    assert "snippet" in run("check s.json --json", tmp_path)[1]
 
 
 STRATEGIES = {

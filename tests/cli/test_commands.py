@@ -90,7 +90,7 @@ def test_help_explains_exit_codes(command: str, tmp_path: Path) -> None:
     code, out, _ = run(f"{command} --help", tmp_path)
     assert code == 0
     assert "exit codes: 0 " in out
-    assert "2 the question is invalid" in " ".join(out.split())
+    assert "2 the question is wrong" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,13 @@ def test_help_explains_exit_codes(command: str, tmp_path: Path) -> None:
         ("diff ddp fsdp --tensors tensors.json --mesh fsdp:2 --exit-code", 1),
         ("diff ddp single --tensors tensors.json --mesh fsdp:2 --exit-code", 0),
         ("diff ddp fsdp --tensors tensors.json --mesh fsdp:3", 1),
+        # One size that does not divide, and one strategy with a mistake, in each command.
+        ("explain --tensors tensors.json --strategy fsdp --mesh fsdp:3", 1),
+        ("plan tensors.json --strategy fsdp --mesh fsdp:3", 1),
+        ("check fsdp --tensors tensors.json --mesh fsdp:3", 1),
+        ("explain --tensors tensors.json --strategy broken.toml --mesh fsdp:2", 2),
+        ("plan tensors.json --strategy broken.toml --mesh fsdp:2", 2),
+        ("diff ddp broken.toml --tensors tensors.json --mesh fsdp:2", 2),
     ],
 )
 def test_exit_codes(line: str, code: int, tmp_path: Path) -> None:

@@ -315,6 +315,38 @@ def test_check_of_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert says in capsys.readouterr().err
 
 
+def test_check_resolves_the_arrays_of_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a strategy beside it, a model is resolved as a manager would when it runs."""
+    path, mine = tmp_path / "programs.py", tmp_path / "mine.toml"
+    path.write_text(PROGRAMS, encoding="utf-8")
+    rules = 'base = "fsdp_tp"\n[mesh]\nfsdp = 1\ntp = {}\n[rules]\nvocab = "-"\n'
+    mine.write_text(rules.format(3), encoding="utf-8")  # 40 is no multiple of 3
+    forward = f'{path}:forward --params specs --input "int32[2,10] BATCH LENGTH"'
+    for words, label in (
+        (f"{path}:train", f"{path}:train for train"),
+        (forward, f"{path}:forward"),
+    ):
+        assert check(f"{words} --strategy {mine}") == 1
+        printed = " ".join(capsys.readouterr().out.split())
+        assert f"{label} under mine.toml" in printed
+        assert "up dim 1 MLP_INTERMEDIATE: error unresolved size 40 does not divide" in printed
+        assert 'fix add a fallback, mlp_intermediate = "tp | -"' in printed
+        assert "a fallback belongs in [rules] of mine.toml" in printed
+        assert check(f"{words} --strategy {mine} --mesh tp:4") == 0
+        assert f"{label} under mine.toml no findings" in " ".join(capsys.readouterr().out.split())
+    # Activations inside of the program are resolved too.
+    mine.write_text(rules.format(1).replace("fsdp = 1", "fsdp = 4"), encoding="utf-8")
+    assert check(f"{path}:train --strategy {mine}") == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "size 2 does not divide over fsdp=4 at programs.py:" in printed
+    # Without sizes, a note says so.
+    assert check(f"{path}:train --strategy fsdp_tp") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "the arrays of the model are not resolved: mesh axis fsdp = -1" in printed
+
+
 ATTENTION = """
 import jax.numpy as jnp
 import shardwright as sw

@@ -67,6 +67,19 @@ def ranks():
     return sw.ArraySpec((8, 8), jnp.float32, (sw.EMBED,))
 
 
+def like_inputs():
+    params = {"up": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
+    x = jax.ShapeDtypeStruct((8, 16, 64), jnp.float32)
+    return Program(forward, (params, x), ({"up": specs["up"].axes}, hidden))
+
+
+def summed():
+    w = jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((8, 256), jnp.float32)
+    axes = ((sw.BATCH, sw.MLP_INTERMEDIATE), (sw.MLP_INTERMEDIATE, sw.EMBED))
+    return Program(lambda x, w: x @ w, (x, w), axes)
+
+
 def twice():
     return {"decode": incomplete(), "__autoregressive__": incomplete()}
 """
@@ -166,6 +179,8 @@ def test_an_incomplete_plan_fails(model: str, capsys: pytest.CaptureFixture[str]
         ("{model}:leaves", "raised SystemExit"),
         ("{model}:ranks", "(EMBED) has rank 1, and the array has rank 2: shape (8, 8) at planned"),
         ("{model}:twice", "names one mode twice"),
+        ("{model}:forward", "to plan forward itself, write programs() beside it, which returns "),
+        ("{model}:like_inputs", 'write holds=("parameters", "inputs"), or pass ArraySpecs'),
     ],
 )
 def test_invalid_models_are_refused(
@@ -336,3 +351,21 @@ def test_state_too_large_does_not_fit(
         "does not fit: one copy of the state is 64.1 KiB, and the smallest slice that can hold it "
         "is v5e:8x8"
     ) in capsys.readouterr().out
+
+
+def test_a_plan_has_the_axis_types_of_its_strategy(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On Explicit mesh axes, JAX asks how the result of a matmul over fsdp is sharded."""
+    strategy = tmp_path / "explicit.toml"
+    strategy.write_text('base = "fsdp_tp"\naxis_types = "explicit"\n', encoding="utf-8")
+    both = f"{model}:summed --mode train --mesh fsdp:2,tp:4 --strategy"
+    assert plan(f"{both} fsdp_tp") == 0
+    capsys.readouterr()
+    assert plan(f"{both} {strategy}") == 1
+    assert "JAX refuses the program on a mesh with Explicit axes" in capsys.readouterr().err
+    # Another mesh may lack mesh axes that the strategy types.
+    strategy.write_text(
+        'base = "fsdp_tp"\n[axis_types]\nsp = "auto"\ntp = "explicit"\n', encoding="utf-8"
+    )
+    assert plan(f"{both} {strategy}") == 1

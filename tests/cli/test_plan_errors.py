@@ -101,6 +101,7 @@ CASES = {
     "worker_out_of_time": "small --verify --compiler cpu --verify-timeout 1",
 }
 CODES = dict.fromkeys(("does_not_fit", "fits_no_slice", "unknown_primitive"), 1)
+CODES["batch_does_not_divide"] = 1
 CODES |= dict.fromkeys(("worker_killed", "worker_out_of_time"), 1)
 # The worker process is replaced by a script.
 WORKERS = {"worker_killed": "kill -9 $$", "worker_out_of_time": "exec sleep 600"}
@@ -195,12 +196,20 @@ def test_advice_works_when_it_is_followed(
     if preset == "fsdp_tp":
         assert mesh is not None
         assert main(shlex.split(f"{plan} --strategy {preset} --mesh {mesh[1]}")) == 0
-    written = re.search(r"write (.*) in the strategy: then it needs at least 2\.1 GiB", text)
+    written = re.search(
+        r'write (.*) in a file with base = "(\w+)": then it needs at least 2\.1 GiB', text
+    )
     assert written is not None
+    assert written[2] == preset
     overlay = tmp_path / "followed.toml"
-    overlay.write_text("\n".join(written[1].split(" and ")), encoding="utf-8")
+    overlay.write_text(_toml(written[1]), encoding="utf-8")
     followed = f"{plan} --strategy '{preset} | {overlay}' --mesh dp:8"
     assert main(shlex.split(followed)) == 0
+
+
+def _toml(advice: str) -> str:
+    """Return `[params] embed = "dp" and [policy] gather = "dp"` as lines of a file."""
+    return "\n".join(advice.replace("] ", "]\n").split(" and "))
 
 
 def test_advice_for_a_file_of_tensors_is_tried(
@@ -214,10 +223,14 @@ def test_advice_for_a_file_of_tensors_is_tried(
     words = f"plan {file} --mesh dp:8 --topology v5e:2x4 --mode decode --strategy"
     assert main(shlex.split(f"{words} ddp")) == 1
     text = capsys.readouterr().out
-    assert 'fix   write params.embed = "dp" and policy.gather = "dp" in the strategy' in text
+    advice = '[params] embed = "dp" and [policy] gather = "dp"'
+    assert f'fix   write {advice} in a file with base = "ddp"' in text
     overlay = tmp_path / "followed.toml"
-    overlay.write_text('params.embed = "dp"\npolicy.gather = "dp"\n', encoding="utf-8")
-    assert main(shlex.split(f"{words} 'ddp | {overlay}'")) == 0
+    overlay.write_text('base = "ddp"\n', encoding="utf-8")
+    assert main(shlex.split(f"{words} {overlay}")) == 1
+    assert f"write {advice} in followed.toml" in capsys.readouterr().out
+    overlay.write_text(f'base = "ddp"\n{_toml(advice)}\n', encoding="utf-8")
+    assert main(shlex.split(f"{words} {overlay}")) == 0
 
 
 def test_advice_for_large_activations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

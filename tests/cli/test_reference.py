@@ -76,7 +76,6 @@ def test_search_takes_a_config(model: str, capsys: pytest.CaptureFixture[str]) -
         ("--set param=int8", ("'int8' is not a dtype", "fix")),
         ("--set length=4,8", ("has 2 values", "search compares several")),
         ("--set length", ("is not NAME=A,B", "fix")),
-        ("--batch 6", ("size 6 does not divide over fsdp=4", "fix")),
         ("--optimizer-copies 2", ("is for a file of tensors", "fix")),
     ],
 )
@@ -86,6 +85,13 @@ def test_bad_option_has_message_and_fix(
     assert run(f"plan {model} --strategy fsdp --mesh fsdp:4 --mode train {options}") == 2
     error: Any = capsys.readouterr().err
     assert [text for text in says if text not in error] == []
+
+
+def test_a_batch_that_does_not_divide_is_found(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"plan {model} --strategy fsdp --mesh fsdp:4 --mode train --batch 6") == 1
+    assert "size 6 does not divide over fsdp=4" in capsys.readouterr().err
 
 
 def test_unknown_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,6 +113,8 @@ def test_network_of_a_cluster() -> None:
     ("text", "says"),
     [
         ("h100:16", facts(8, 16, fix="2xh100:8")),
+        ("h100:0", facts(1, 8, 0, fix="h100:8")),
+        ("0xh100:8", facts("domain", fix="2xh100:8")),
         ("h100:2x4", facts(8, "2x4", fix="2xh100:8")),
         ("2xh100:8@ipoib", facts("ipoib", fix="infiniband")),
         ("v5e:2x4@efa", facts("efa", "v5e", fix="none")),

@@ -285,7 +285,7 @@ def test_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(data["candidates"]) == 2
     assert "train: dropped 8: not planned: ranked too low" in data["notes"]
     for words, error in (
-        ("", "neither a slice nor a mesh is given"),
+        ("", "nothing says which meshes to plan"),
         ("--mesh fsdp:8 --orders", "--orders is for a search"),
         ("--hardware chips.toml", "--hardware describes chips"),
         (f"--mesh fsdp:8 --out {tmp_path / 'absent' / 'page.html'}", "cannot write"),

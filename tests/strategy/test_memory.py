@@ -161,6 +161,14 @@ def test_schema_has_memory() -> None:
         ),
         ("[memory]\nsate = 1\n", facts("key", path="<toml>:2 memory.sate", fix="state")),
         (
+            '[memory]\noptimizer = "host"\n',
+            facts("key", path="<toml>:2 memory.optimizer", fix="mean 'state'"),
+        ),
+        (
+            '[memory]\nkv_cache = "host"\n',
+            facts("key", path="<toml>:2 memory.kv_cache", fix=("remove", "state", "saved")),
+        ),
+        (
             '[modes.decode.memory]\nstate = "host"\n',
             facts("key", path="<toml>:2 modes.decode.memory.state", fix="remove"),
         ),

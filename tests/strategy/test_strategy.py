@@ -390,8 +390,8 @@ def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
     [
         ('"a.toml"', "a.toml: base leads back to this file: a.toml -> b.toml -> a.toml"),
         ("3", "a.toml:1 base: base must be text, got 3"),
-        ('"absent.toml"', "no file"),
-        ('"fdsp_tp"', "no preset 'fdsp_tp'"),
+        ('"absent.toml"', "a.toml:1 base: no file"),
+        ('"fdsp_tp"', "a.toml:1 base: no preset 'fdsp_tp'"),
     ],
 )
 def test_bad_bases_are_refused(base: str, says: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from shardwright.cli.show import LEAST_WIDTH
 from shardwright.vocabulary.shown import WIDTH
 
 STRATEGY_HELP = 'a preset, or a .toml or .json file; "base | overlay" combines two'
-EXIT_CODES = "2 the question is invalid (command line, file or mesh)"
+EXIT_CODES = "2 the question is wrong, or a file, a mesh or a program cannot be read"
 
 
 class _Parser(argparse.ArgumentParser):

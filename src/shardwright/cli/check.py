@@ -29,6 +29,8 @@ from shardwright.cli.fix import (
     fix_file,
 )
 from shardwright.cli.inputs import (
+    Setting,
+    make_setting,
     read_count,
     read_mesh_text,
     read_strategy,
@@ -37,8 +39,8 @@ from shardwright.cli.inputs import (
 from shardwright.cli.models import add_model
 from shardwright.cli.show import SEVERITIES, print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
-from shardwright.errors import ShardingError
-from shardwright.lints.catalogue import Finding, Severity, lint
+from shardwright.errors import MeshSpecError, ShardingError, snippet_lines
+from shardwright.lints.catalogue import Code, Finding, Severity, lint
 from shardwright.lints.finding import from_problem
 from shardwright.lints.subject import make_subject
 from shardwright.strategy.files import strategy_names
@@ -106,17 +108,10 @@ def run(arguments: argparse.Namespace) -> int:
         parser().error("the following arguments are required: STRATEGY")
     check_fix_options(arguments)
     tensors = None if arguments.tensors is None else read_tensors(arguments.tensors)
-    # A model may use axes that a strategy of the same command line declares.
-    own_axes: set[str] = set()
-    if any(map(is_model, strategies)):
-        for text in itertools.filterfalse(is_model, strategies):
-            # `_check` reports those that cannot be read.
-            with contextlib.suppress(ShardingError):
-                own_axes.update(read_strategy(text)[0].axes)
-    results: list[Checked] = []
+    own_axes, settings, results = _read_settings(strategies, arguments)
     for text in strategies:
         if is_model(text):
-            results += check_model(text, arguments, own_axes=own_axes)
+            results += check_model(text, arguments, own_axes=own_axes, settings=settings)
         elif arguments.fix:
             fixed = fix_by_tensors(text, tensors, arguments, devices=arguments.devices)
             print_lines([*fixed.report(dry=arguments.dry_run), ""], marks=MARKS)
@@ -141,6 +136,36 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print_lines(report(results, width=width_of(arguments.width)), marks=SEVERITIES)
     return 1 if failed else 0
+
+
+def _read_settings(
+    texts: Sequence[str], arguments: argparse.Namespace
+) -> tuple[set[str], list[Setting], list[Checked]]:
+    """Return what models need of the strategies beside them on the command line.
+
+    That is the axes that they declare, and each of them on its mesh. A strategy without a mesh of
+    known sizes has a note instead.
+    """
+    own_axes: set[str] = set()
+    settings: list[Setting] = []
+    notes: list[Checked] = []
+    for text in itertools.filterfalse(is_model, texts if any(map(is_model, texts)) else ()):
+        # `_check` reports those that cannot be read.
+        with contextlib.suppress(ShardingError):
+            strategy, label = read_strategy(text)
+            own_axes.update(strategy.axes)
+            try:
+                mesh, devices = arguments.mesh, arguments.devices
+                settings.append(make_setting(strategy, label, mesh=mesh, devices=devices))
+            except MeshSpecError as error:
+                note = Finding(
+                    code=Code.UNRESOLVED,
+                    severity=Severity.NOTE,
+                    message=f"the arrays of the model are not resolved: {error.problems[0].what}",
+                    fix=error.fix,
+                )
+                notes.append(Checked(strategy=label, findings=(note,)))
+    return own_axes, settings, notes
 
 
 def fix_by_tensors(
@@ -207,6 +232,7 @@ def _block(finding: Finding, *, width: int) -> list[str]:
     lines += textwrap.wrap(
         finding.message, max(width - 2, 20), break_long_words=False, break_on_hyphens=False
     )
+    lines += snippet_lines(finding.snippet)
     if finding.fix:
         lines += textwrap.wrap(
             f"fix  {finding.fix}",

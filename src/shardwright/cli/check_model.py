@@ -16,21 +16,26 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from shardwright.cli.inputs import Setting
 from shardwright.cli.models import infer_model, infer_on_one_device, read_model
 from shardwright.cli.programs import read_programs
 from shardwright.cli.python_files import read_function, user_code
-from shardwright.errors import StrategyError
+from shardwright.errors import Problem, ShardingError, StrategyError, located
 from shardwright.inference.infer import infer_axes
 from shardwright.lints.finding import Finding, Severity
 from shardwright.lints.names import lint_names
-from shardwright.plan.planner import Program
+from shardwright.lints.trees import unresolved_finding
+from shardwright.plan.planner import Program, trace_program
+from shardwright.plan.search.rank import read_annotations
 from shardwright.plan.state import Category, read_holds
+from shardwright.resolution.resolver import left_open
+from shardwright.strategy.files import file_to_edit
 from shardwright.strategy.foreign_files import read_text
 from shardwright.strategy.limits import LONGEST_FILE
 from shardwright.trees.paths import is_array_spec, match_paths
 from shardwright.vocabulary.annotations import ArraySpec, is_annotation
 from shardwright.vocabulary.layouts import is_layout
-from shardwright.vocabulary.modes import mode_name
+from shardwright.vocabulary.modes import MODE_TRAIN, mode_name
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +57,22 @@ def is_model(text: str) -> bool:
 
 
 def check_model(
-    text: str, arguments: argparse.Namespace, *, own_axes: Collection[str]
+    text: str,
+    arguments: argparse.Namespace,
+    *,
+    own_axes: Collection[str],
+    settings: Collection[Setting],
 ) -> list[Checked]:
-    """Return the findings about the axis names of a model; for programs, one entry per mode.
+    """Return the findings about a model; for programs, entries for each mode.
+
+    The first entry is about the names of axes. Each further one is about the arrays that do not
+    resolve under a setting.
 
     Args:
       text: `file.py:function`. Without `--params`, the function returns programs.
       arguments: The command line.
       own_axes: Axes of their own that the other strategies of the command line declare.
+      settings: These strategies on their meshes.
 
     Raises:
       ShardingError: The model or its annotations cannot be read.
@@ -70,6 +83,7 @@ def check_model(
             label = f"{text} for {mode_name(mode)}"
             findings = _check_program(label, mode, program, own_axes)
             checked.append(Checked(strategy=label, findings=findings))
+            checked += [_resolve(label, mode, program, setting) for setting in settings]
         return checked
     if arguments.params is None:
         fix = "add --params NAME, a function of its file that returns the parameters\n"
@@ -84,7 +98,38 @@ def check_model(
         fix = "return ArraySpecs, or pass a file of path rules in --axes"
         raise StrategyError(f"{arguments.params} returns arrays without annotations", fix=fix)
     findings = lint_names(annotations, infer_model(model, sizes={}, own_axes=own_axes))
-    return [Checked(strategy=text, findings=findings)]
+    program = Program(
+        model.forward,
+        (model.shapes, *model.inputs),
+        # An input with a dim of unknown axis cannot be annotated.
+        (annotations, *(None if None in axes else axes for axes in model.seeds)),
+        holds=("parameters", *("inputs" for _ in model.inputs)),
+    )
+    checked = [_resolve(text, MODE_TRAIN, program, setting) for setting in settings]
+    return [Checked(strategy=text, findings=findings), *checked]
+
+
+def _resolve(label: str, mode: str, program: Program, setting: Setting) -> Checked:
+    """Return a finding for each array of a program that has no spec under a setting."""
+    manager = setting.manager.for_mode(mode)
+    problems: list[Problem] = []
+    try:
+        with user_code(label):
+            traced = trace_program(manager, program)
+    except StrategyError:  # the program cannot be read
+        raise
+    except ShardingError as refused:  # as attention raises it
+        problems += refused.problems
+    else:
+        for each in read_annotations(traced):
+            found = manager.answer(each.request)
+            found = found if each.strict else left_open(found)
+            if found.problems:
+                error = located(ShardingError(problems=found.problems), each.source)
+                problems += error.problems
+    file = file_to_edit(setting.combined.name, setting.combined.source())
+    findings = dict.fromkeys(unresolved_finding(problem, file=file) for problem in problems)
+    return Checked(strategy=f"{label} under {setting.strategy}", findings=tuple(findings))
 
 
 def read_path_rules(name: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ examples:
   shardwright diff --plan before.json --plan after.json --exit-code
   shardwright diff --plan before.json --plan after.json --markdown > comment.md
 
-exit codes: 0 compared; 1 a tensor has no spec on one side, or with --exit-code something differs;
+exit codes: 0 compared; 1 an array has no spec on one side, or with --exit-code something differs;
 {EXIT_CODES}."""
 
 
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         "--topology",
         action="append",
         metavar="T",
-        help="the slice that the mesh is on, such as v5p:4x4x4; with --model",
+        help="what the mesh is on: v5p:4x4x4, or 16xh100:8; with --model",
     )
     command.add_argument(
         "--hardware", metavar="FILE", help="a .toml file of chips; with --topology"

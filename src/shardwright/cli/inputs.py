@@ -210,7 +210,7 @@ def read_slice(name: str | None, hardware: str | None) -> Topology | None:
         return parse_topology(name, read_hardware(hardware))
     if hardware is not None:
         what = "--hardware describes chips, but no --topology is given"
-        raise StrategyError(what, fix="add --topology v5p:4x4x4")
+        raise StrategyError(what, fix="add --topology v5p:4x4x4, or 2xh100:8 for GPUs")
     return None
 
 
@@ -277,7 +277,11 @@ def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) 
         name = spec.names[spec.sizes.index(INFER)]
         what = f"mesh axis {name} = -1{where} needs a number of devices"
         raise MeshSpecError(what, fix="add --devices 8, or give all sizes: --mesh dp:2,tp:4")
-    built = abstract_mesh(source, devices=devices)
+    types: Any = strategy.axis_types
+    if text is not None and not isinstance(types, str):
+        # Another mesh may lack mesh axes of the strategy.
+        types = {name: each for name, each in types.items() if name in spec.names}
+    built = abstract_mesh(source, devices=devices, axis_types=types)
     if built.size > MOST_ELEMENTS:
         raise MeshSpecError(
             "the mesh has too many devices", fix="write sizes whose product is < 2^63"

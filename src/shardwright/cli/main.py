@@ -2,9 +2,9 @@
 
 Exit codes are the same for every command:
 - 0: the command succeeded;
-- 1: a check failed (a sharding problem, an error among the findings, or with --exit-code a
-  difference);
-- 2: the question is invalid (command line, file or mesh);
+- 1: everything was read, and a problem was found (an array without a spec, an error among the
+  findings, or with --exit-code a difference);
+- 2: the question is wrong, or a file, a mesh or a program cannot be read;
 - 70: a defect of shardwright;
 - 130: interrupted.
 """
@@ -21,9 +21,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from shardwright.cli.exit_codes import DEFECT, FOUND, OK, USAGE, FoundError
 from shardwright.errors import ShardingError, did_you_mean
-
-OK, USAGE, DEFECT = 0, 2, 70
 
 # One line per command. Its module has `parser()` and `run(arguments)`.
 COMMANDS: dict[str, str] = {
@@ -70,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except SystemExit as error:  # argparse has printed its message
         return error.code if isinstance(error.code, int) else USAGE
-    except ShardingError as error:
+    except (ShardingError, FoundError) as error:
         print(f"shardwright: {error}", file=sys.stderr)
-        return USAGE
+        return FOUND if isinstance(error, FoundError) else USAGE
     except BrokenPipeError:
         _drop_output()  # the reader, such as `head`, has closed the pipe
         return OK

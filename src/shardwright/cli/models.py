@@ -49,6 +49,15 @@ class NamedModel:
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     seeds: tuple[tuple[str | None, ...], ...]
 
+    @property
+    def shapes(self) -> Any:
+        """The parameters as shapes alone, without annotations."""
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+            self.params,
+            is_leaf=is_array_spec,
+        )
+
 
 def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
     """Add the options of a model."""
@@ -186,18 +195,12 @@ def infer_model(
     ]
     places += [(f"--size {size}", axis) for size, axis in sizes.items()]
     check_axes(places, own_axes, declare=_OWN)
-    # Shapes alone: `check` compares the annotations with what is inferred, so they must not take
-    # part.
-    params = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-        model.params,
-        is_leaf=is_array_spec,
-    )
 
     def infer() -> Inferred:
         return infer_axes(
             model.forward,
-            params,
+            # `check` compares the annotations with what is inferred, so they must not take part.
+            model.shapes,
             *model.inputs,
             seeds=model.seeds,
             sizes=sizes,

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from shardwright.cli.arguments import EXIT_CODES, make_parser
+from shardwright.cli.exit_codes import OK, code_of
 from shardwright.cli.inputs import read_count, read_setting, read_slice
 from shardwright.cli.programs import plan_program
 from shardwright.cli.search import (
@@ -39,7 +40,8 @@ examples:
   shardwright open model.py:programs --strategy mine.toml --strategy fsdp_tp --topology v5e:4x8
   shardwright open model.py:programs --strategy mine.toml --mesh fsdp:8 --mesh fsdp:4,tp:2
 
-exit codes: 0 written; 1 Ctrl-C ended the search before it planned a candidate;
+exit codes: 0 written; 1 an array has no spec, or Ctrl-C ended the search before it planned a
+candidate;
 {EXIT_CODES}."""
 
 
@@ -85,8 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
         variants, candidates = _given(arguments, topology, notes)
     elif topology is None:
         raise StrategyError(
-            "neither a slice nor a mesh is given",
-            fix="add --topology v5p:4x4x4, or --strategy and --mesh",
+            "nothing says which meshes to plan",
+            fix="add --topology v5p:4x4x4 (for GPUs, 2xh100:8) to search all of its meshes, or "
+            "give some: --strategy fsdp_tp --mesh fsdp:4,tp:2",
         )
     else:
         variants = read_variants(arguments, topology.devices, notes)
@@ -124,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         ]
     )
     print_errors(errors)
-    return 2 if errors else 0
+    return max(map(code_of, errors.values()), default=OK)
 
 
 def _given(

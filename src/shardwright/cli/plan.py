@@ -7,6 +7,7 @@ import argparse
 from shardwright.cli.arguments import EXIT_CODES, add_output, add_strategy, make_parser
 from shardwright.cli.check import fix_by_tensors, report
 from shardwright.cli.check_model import Checked
+from shardwright.cli.exit_codes import finding_problems
 from shardwright.cli.fix import MARKS, add_fix_options, check_fix_options
 from shardwright.cli.inputs import Setting, read_count, read_setting, read_slice, strategy_label
 from shardwright.cli.plan_advice import too_large_state
@@ -47,8 +48,8 @@ examples:
       --topology v5p:4x4x4 --verify
   shardwright plan model.py:programs --strategy mine.toml --mesh fsdp:16,tp:4 --fix --dry-run
 
-exit codes: 0 planned; 1 a check fails, a program does not fit, or a plan is incomplete or cannot be
-verified;
+exit codes: 0 planned; 1 an array has no spec, a check fails, a program does not fit, or a plan is
+incomplete or cannot be verified;
 {EXIT_CODES}."""
 
 
@@ -222,7 +223,8 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
             train=mode == MODE_TRAIN,
         )
 
-    state = count(manager)
+    with finding_problems():
+        state = count(manager)
     layout = None if topology is None else lay_out(topology, setting.sizes)
     needed = state.of().per_device
     failures = limit_failures(arguments, {mode: state}, {mode: needed}, topology)

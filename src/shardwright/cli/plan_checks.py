@@ -177,10 +177,10 @@ def what_holds(state: StateBytes, topology: Topology | None) -> str:
         return ""
     # One copy is the least that any mesh can hold, however the rules shard it.
     needed = state.of().total
-    slice_ = smallest_slice(topology.chip, needed)
+    slice_, group = smallest_slice(topology.chip, needed), "slice"
+    if topology.chip.domain:
+        group = "cluster"
+    smallest = f"no {group} of {topology.chip.name} can hold it"
     if slice_:
-        smallest = f"the smallest {'cluster' if slice_.chip.domain else 'slice'} that can hold it "
-        smallest += f"is {slice_}"
-    else:
-        smallest = f"no slice of {topology.chip.name} can hold it"
+        smallest = f"the smallest {group} that can hold it is {slice_}"
     return f": one copy of the state is {bytes_text(needed)}, and {smallest}"

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from shardwright.cli.exit_codes import FoundError
 from shardwright.cli.fix import Fixed, Tried, fix_file
 from shardwright.cli.inputs import Setting, make_setting, strategy_label
 from shardwright.cli.plan_advice import too_large_text
@@ -120,8 +121,9 @@ def fix_by_programs(arguments: argparse.Namespace, devices: int | None) -> Fixed
             label = f"{arguments.model} for {mode_name(mode)}"
             try:
                 report = plan_program(program, setting.manager.for_mode(mode), label)
-            except ShardingError as error:
-                findings += map(from_problem, error.problems)
+            except (ShardingError, FoundError) as error:
+                refused = error.error if isinstance(error, FoundError) else error
+                findings += map(from_problem, refused.problems)
                 continue
             # The text of a rule in an event may change, but not what it sends.
             sent = [

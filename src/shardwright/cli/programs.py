@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from shardwright.cli.exit_codes import finding_problems
 from shardwright.cli.inputs import read_count
 from shardwright.cli.python_files import check_call, read_function, user_code
 from shardwright.cli.reference import is_config, read_reference
@@ -29,8 +31,9 @@ def plan_program(
 
     Raises:
       StrategyError: The function raises.
+      FoundError: An array has no spec, or the plan has another problem.
     """
-    with user_code(label):
+    with finding_problems(), user_code(label):
         return plan(
             manager,
             program.function,
@@ -77,7 +80,7 @@ def read_programs(
             example="model.py:programs",
             fix="define it; it returns a shardwright.plan.Program, or a dict of them by mode",
         )
-        check_call(model, function, **options)
+        check_call(model, function, fix=_how_to_return(model, function, options), **options)
         with user_code(model, locate=True):
             returned = function(**options)
         programs = returned if isinstance(returned, Mapping) else {MODES[0]: returned}
@@ -99,6 +102,26 @@ def read_programs(
         fix = f"its modes are {', '.join(map(mode_name, by_mode))}"
         raise StrategyError(f"{model} has no mode {mode_name(key)}", fix=fix)
     return {key: by_mode[key]}
+
+
+def _how_to_return(model: str, function: Callable[..., Any], options: Mapping[str, Any]) -> str:
+    """Return how to pass the arguments that a function lacks, or how to plan it itself; or ""."""
+    required = [
+        argument.name
+        for argument in inspect.signature(function).parameters.values()
+        if argument.default is argument.empty
+        and argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
+        and argument.name not in options
+    ]
+    if not required:
+        return ""
+    name = model.rpartition(":")[2]
+    shapes = "".join(f"shapes of {argument}, " for argument in required).strip()
+    return (
+        f"to plan {name} itself, write programs() beside it, which returns "
+        f"shardwright.plan.Program({name}, ({shapes}), specs=...)\n"
+        f"or, if {name} returns programs, pass --set {required[0]}=..."
+    )
 
 
 def read_options(arguments: argparse.Namespace) -> dict[str, list[Any]]:

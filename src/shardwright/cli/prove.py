@@ -13,6 +13,7 @@ import jax
 
 from shardwright.cli.arguments import EXIT_CODES, STRATEGY_HELP, add_output, make_parser
 from shardwright.cli.check_model import is_model
+from shardwright.cli.exit_codes import finding_problems
 from shardwright.cli.inputs import Setting, read_count, read_setting
 from shardwright.cli.programs import read_programs
 from shardwright.cli.python_files import user_code
@@ -34,7 +35,7 @@ examples:
   shardwright prove before/model.py:programs model.py:programs --strategy fsdp_tp --mesh fsdp:8
   shardwright prove model.py:by_hand model.py:annotated --strategy fsdp_tp --topology v5e:2x4
 
-exit codes: 0 the programs are the same in each mode; 1 they differ;
+exit codes: 0 the programs are the same in each mode; 1 they differ, or an array has no spec;
 {EXIT_CODES}."""
 
 
@@ -148,7 +149,7 @@ def _lowered(
         programs = read_programs(model, arguments.mode, devices=setting.manager.mesh.size)
         lowered = {}
         for mode, program in programs.items():
-            with user_code(f"{model} for {mode_name(mode)}"):
+            with finding_problems(), user_code(f"{model} for {mode_name(mode)}"):
                 lowered[mode] = lower_program(
                     setting.manager.for_mode(mode), program, topology=topology
                 )

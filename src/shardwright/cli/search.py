@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
+from shardwright.cli.exit_codes import code_of, finding_problems
 from shardwright.cli.inputs import read_count, read_strategy
 from shardwright.cli.programs import add_model_options, read_options, read_programs
 from shardwright.cli.relayout import relayout_lines
@@ -189,7 +190,7 @@ def run(arguments: argparse.Namespace) -> int:
     # The results of the other groups are printed already; the code says that the answer is
     # incomplete.
     if errors:
-        return 2
+        return max(map(code_of, errors.values()))
     bad = [not report.candidates for report in reports.values()]
     # Without --verify nothing is compiled, and the plans alone decide.
     bad += [not any(each.fits for each in compiled) for compiled in verified.values() if compiled]
@@ -245,7 +246,8 @@ def search_groups(
                 errors[name] = error  # the result of another search must not be lost
     if not reports:
         progress.close()
-        raise next(iter(errors.values()))
+        with finding_problems():
+            raise next(iter(errors.values()))
     return reports, errors
 
 

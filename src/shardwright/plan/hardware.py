@@ -365,7 +365,7 @@ def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
             f"{text!r:.80} is not a topology",
             fix=_shapes_of_name(text.strip(), hardware)
             or "write a chip and its slice: v5p:4x4x4, or 2xv5p:4x4x4 for two slices; for GPUs, "
-            "the hosts and the GPUs of each: 16xh100:8",
+            "the domains (hosts, or racks of an NVL72) and the GPUs of each: 16xh100:8",
         )
     chip = hardware.get(match[2])
     if chip is None:
@@ -374,10 +374,12 @@ def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
         raise MeshSpecError(f"no chip {match[2]!r}", fix=f"{hint} {known}".strip())
     shape = _sides(match[3])
     slices = list(chip.slices())
+    group = "domain" if chip.domain else "slice"
     if chip.domain and shape not in slices:
         raise MeshSpecError(
-            f"{chip.name} has domains of at most {chip.domain} GPUs, got {match[3]}",
-            fix=f"write the number of domains first: 2x{chip.name}:{chip.domain}",
+            f"{chip.name} has domains of 1 to {chip.domain} GPUs, got {match[3]}",
+            fix=f"write {chip.name}:{chip.domain}; for more GPUs, write the number of domains "
+            f"first: 2x{chip.name}:{chip.domain}",
         )
     if shape not in slices:
         nearest = sorted(slices, key=lambda known: _distance(known, shape))[:_NEAREST]
@@ -387,7 +389,7 @@ def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
         )
     count = int(match[1] or 1)
     if count < 1:
-        raise MeshSpecError(f"{text!r:.80} has no slice", fix=f"write 2x{match[2]}:{match[3]}")
+        raise MeshSpecError(f"{text!r:.80} has no {group}", fix=f"write 2x{match[2]}:{match[3]}")
     network = match[4] or ""
     if network and network not in chip.networks:
         known = ", ".join(chip.networks) or "none"
@@ -398,7 +400,6 @@ def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
         chip = dataclasses.replace(chip, dcn_rate=chip.networks[network])
     if count > 1 and not chip.dcn_rate:
         key = _NETWORKS[0] if chip.domain else "dcn_gbps"
-        group = "domain" if chip.domain else "slice"
         raise MeshSpecError(
             f"the rate between {group}s of {chip.name} is not known",
             fix=f"give [{chip.name}] a {key} in a file of --hardware, or plan one {group}",

@@ -150,7 +150,7 @@ def lay_out(topology: Topology, sizes: Mapping[str, int]) -> Layout:
         raise MeshSpecError(
             f"the mesh {mesh} has {math.prod(sizes.values())} devices, "
             f"but {topology} has {topology.devices}",
-            fix="give one mesh axis the size -1, or change the slice",
+            fix="give one mesh axis the size -1, or change the topology",
         )
     crossing = _crossing(topology, sizes)
     # From here, sizes are those inside one slice. All slices are laid out alike.

@@ -116,7 +116,7 @@ function drawSummary(plan) {
     ["memory per device", rangeText(bytesText, ...plan.memory)],
     ["time of one run", plan.time.length ? rangeText(secondsText, ...plan.time[0].slice(1)) : "no chip given"],
     ["sent per device", bytesText(plan.sent)],
-    plan.between ? ["of it to other slices", bytesText(plan.between)] : null,
+    plan.between ? [`of it to other ${plan.group}s`, bytesText(plan.between)] : null,
     ["copies in the state", percentText(plan.copies)],
   ];
   return section("Summary", el("dl", { class: "tiles" }, rows.filter(Boolean).map(([name, text, style]) =>
@@ -154,7 +154,7 @@ function drawTime(plan, plans) {
   const most = Math.max(...plans.flatMap((each) => each.time.map(([, , high]) => high)));
   return section("Time of one run",
     bars(plan.time.map(([name, low, high]) => [name, low, high, rangeText(secondsText, low, high)]), most),
-    el("p", {}, "From full overlap to none. The estimate was not compared with measured steps."));
+    el("p", {}, "From full overlap to none. The estimate is not calibrated with measured steps."));
 }
 
 function drawTraffic(plan, plans) {

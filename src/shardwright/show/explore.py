@@ -181,6 +181,7 @@ def _plan(
         "time": [[name, low, high] for name, low, high, _ in spans],
         "sent": report.sent_bytes,
         "between": report.slice_bytes,
+        "group": "" if report.layout is None else report.layout.topology.group,
         "copies": report.state.stored.replicated_share,
         "events": [
             [

@@ -44,7 +44,8 @@ def verification_text(verification: Verification, *, width: int = WIDTH) -> str:
     if layout is not None and layout.crossing:
         planned, actual = verification.report.slice_bytes, verification.slice_bytes
         words = "unknown" if actual is None else bytes_text(actual)
-        lines.append(f"to other slices: planned {bytes_text(planned)}, compiled {words}")
+        group = layout.topology.group
+        lines.append(f"to other {group}s: planned {bytes_text(planned)}, compiled {words}")
     for sent in verification.traffic:
         for text in reason_texts(sent):
             line = f"{'+'.join(sent.mesh_axes)}: {text}"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -406,7 +407,18 @@ class Strategy(BaseModel):
                 path=where(("base",), origin),
                 fix='write base = "fsdp_tp", or the name of a file beside this one',
             )
-        return cls._read(base, root, inside) | cls._from_data(data, own_origin, is_overlay=True)
+        try:
+            below = cls._read(base, root, inside)
+        except StrategyError as error:
+            line = where(("base",), origin)
+            # Problems inside the file of the base have its name and line.
+            raise StrategyError(
+                problems=[
+                    problem if problem.path else dataclasses.replace(problem, path=line)
+                    for problem in error.problems
+                ]
+            ) from error
+        return below | cls._from_data(data, own_origin, is_overlay=True)
 
     @classmethod
     def read(cls, text: str | Path, *, root: str | Path = "") -> Strategy:

@@ -26,6 +26,8 @@ _EXPECTED = {
 }
 # Keys of [policy] whose value is one set of mesh axes, without fallbacks.
 _AXIS_SETS = (("policy", "gather"), ("policy", "idle"))
+# Words of other tables and libraries -> our key.
+_OTHER_NAMES = {"optimizer": "state", "weights": "params"}
 # Keys of [policy] whose value is a rule.
 _ADDED = (("policy", "largest_dim"), ("policy", "zero1"))
 
@@ -67,7 +69,10 @@ def _explain(entry: Any, path: KeyPath, model: type[BaseModel]) -> tuple[str, st
     """Return what is wrong and how to fix it, in the terms of strategy files."""
     value, kind = entry["input"], entry["type"]
     if kind == "extra_forbidden":
-        return "unknown key", did_you_mean(path[-1], _known_keys(model, path)) or "remove it"
+        known = _known_keys(model, path)
+        hint = did_you_mean(_OTHER_NAMES.get(path[-1], path[-1]), known)
+        keys = f", or write one of {', '.join(known)}" if known else ""
+        return "unknown key", hint or f"remove it{keys}"
     if kind == "missing":
         return "required key is missing", "add it"
     if kind == "value_error":

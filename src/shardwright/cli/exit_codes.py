@@ -1,0 +1,42 @@
+"""Exit codes: 2 for a question that is wrong or cannot be read, 1 for a problem that was found."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Final
+
+from shardwright.errors import MeshMismatchError, MeshSpecError, ShardingError, StrategyError
+
+OK: Final = 0
+FOUND: Final = 1
+USAGE: Final = 2
+DEFECT: Final = 70
+
+
+class FoundError(Exception):
+    """What the question is about was read, and has this problem."""
+
+    def __init__(self, error: ShardingError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def finding_problems() -> Iterator[None]:
+    """Turn errors about a program or a tree that was read, such as an indivisible size, into
+    `FoundError`.
+    """
+    try:
+        yield
+    except ShardingError as error:
+        if code_of(error) == USAGE:
+            raise
+        raise FoundError(error) from error
+
+
+def code_of(error: ShardingError) -> int:
+    """Return the exit code of an error about a program under a strategy."""
+    # These say that the program, the options or the mesh cannot be what was meant.
+    is_question = isinstance(error, (StrategyError, MeshSpecError, MeshMismatchError))
+    return USAGE if is_question else FOUND
