@@ -163,6 +163,7 @@ def _read_settings(
                     severity=Severity.NOTE,
                     message=f"the arrays of the model are not resolved: {error.problems[0].what}",
                     fix=error.fix,
+                    key="mesh",
                 )
                 notes.append(Checked(strategy=label, findings=(note,)))
     return own_axes, settings, notes

@@ -116,7 +116,8 @@ def _how_to_return(model: str, function: Callable[..., Any], options: Mapping[st
     if not required:
         return ""
     name = model.rpartition(":")[2]
-    shapes = "".join(f"shapes of {argument}, " for argument in required).strip()
+    shapes = ", ".join(f"shapes of {argument}" for argument in required)
+    shapes += "," if len(required) == 1 else ""  # a tuple of one
     return (
         f"to plan {name} itself, write programs() beside it, which returns "
         f"shardwright.plan.Program({name}, ({shapes}), specs=...)\n"
