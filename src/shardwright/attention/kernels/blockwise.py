@@ -397,9 +397,9 @@ def _add_bias(
     dbias: jax.Array, ds: jax.Array, bias: jax.Array, q_start: jax.Array, kv_start: jax.Array
 ) -> Any:
     """Return the gradient of the bias with that of a block added, summed over broadcast dims."""
-    shared = tuple(dim for dim in range(4) if bias.shape[dim] == 1 and ds.shape[dim] != 1)
     # A dim of size 1 was broadcast, and the transpose of a broadcast is a sum.
-    part = jnp.sum(ds, axis=shared, keepdims=True) if shared else ds
+    shared = tuple(dim for dim in range(4) if bias.shape[dim] == 1)
+    part = jnp.sum(ds, axis=shared, keepdims=True)
     at = (0, 0, q_start if dbias.shape[2] > 1 else 0, kv_start if dbias.shape[3] > 1 else 0)
     old = jax.lax.dynamic_slice(dbias, at, part.shape)
     return jax.lax.dynamic_update_slice(dbias, old + part, at)
