@@ -190,6 +190,12 @@ def test_bad_input() -> None:
             ),
             facts("(16, 4)", "(4, 16)", 3),
         ),
+        (
+            lambda: lora.apply(
+                LoraConfig(rank=4), {"a": X[0].T, "b": X[0][:2]}, X, out=OUT, inner=INNER
+            ),
+            facts("(16, 4)", "(2, 16)", 4),
+        ),
         (lambda: RelativeBiasConfig(heads=0), facts(0, path="heads", fix="heads")),
         (
             lambda: RelativeBiasConfig(heads=2, buckets=1),

@@ -353,9 +353,9 @@ def stopped_by(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
 
 def may_begin(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
     """Return how many of the last tokens are the beginning of a stop sequence."""
-    # A whole stop sequence was found by `stopped_by`, so at most one token less can begin one.
-    most = max((len(sequence) for sequence in stop), default=1) - 1
-    for count in range(min(most, len(tokens)), 0, -1):
+    # A whole stop sequence was found by `stopped_by`, so only longer ones can go on.
+    longest = max((len(sequence) for sequence in stop), default=0)
+    for count in range(min(longest, len(tokens)), 0, -1):
         end = tuple(tokens[-count:])
         if any(tuple(sequence[:count]) == end for sequence in stop if len(sequence) > count):
             return count
