@@ -353,6 +353,26 @@ def test_next_candidate_takes_the_place_of_one_that_fails(traced: list[str]) -> 
         sw.search(for_any_mesh(refusing), strategies, **options, pins=("mesh.tp = 2",))
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_mesh_axes_that_shard_together_are_traced_as_one(together: bool, traced: list[str]) -> None:
+    def refusing(params: Any, x: Any) -> Any:
+        manager = sw.current_manager()
+        assert manager is not None
+        if manager.mesh.shape["fsdp"] == 8:  # its trace would fit all other meshes
+            raise sw.StrategyError("this mesh does not suit me", fix="choose another one")
+        if not together:  # this weight is sharded over fsdp alone
+            manager.explain(sw.EMBED, sw.HEAD, shape=(64, 4), role="param")
+        return asking(params, x)
+
+    options: dict[str, Any] = {"axes": ("dp", "fsdp"), "topology": "v5e:2x4"}
+    options["strategies"] = {"fsdp_tp": sw.Strategy.preset("fsdp_tp")}
+    given = for_any_mesh(refusing)
+    found = sw.search(given, **options)
+    alone = ["dp:8"] if together else ["dp:2,fsdp:4", "dp:4,fsdp:2", "dp:8"]
+    assert traced == ["", "fsdp:8", *alone]
+    assert found == sw.search(dataclasses.replace(given, any_mesh=False), **options)
+
+
 def test_annotations_that_one_device_lacks_make_programs_differ() -> None:
     def forward(params: Any, x: Any) -> Any:
         manager = sw.current_manager()

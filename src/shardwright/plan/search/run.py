@@ -9,6 +9,7 @@ allows it, and only those that are walked are traced. Nothing is compiled.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections import Counter, deque
@@ -22,7 +23,7 @@ from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import Layout, lay_out
 from shardwright.plan.planner import PlanReport, Program, price, program_state, trace_program
-from shardwright.plan.renaming import Renaming
+from shardwright.plan.renaming import Renaming, find_renaming
 from shardwright.plan.search.rank import (
     AnnotationRequest,
     ResolvedAnnotation,
@@ -35,6 +36,7 @@ from shardwright.plan.search.settings import read_pins, read_vary
 from shardwright.plan.search.space import Point, Space, default_strategies
 from shardwright.plan.search.unused import UnusedAxes
 from shardwright.plan.trace import Trace, is_typed
+from shardwright.resolution.partition_specs import entry_names
 from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.axes import BATCH, LENGTH, QUERY_LENGTH
 from shardwright.vocabulary.modes import MODE_TRAIN, parse_mode
@@ -43,9 +45,9 @@ from shardwright.vocabulary.units import bytes_text
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-# Programs that are walked by default: half a minute for a decoder. On 2xv5p:4x4x4, 16xh100:8 and
-# 4xgb200:72, the best ten candidates of an 8B decoder among all walks are among these, too.
-WALKS: Final = 60
+# Programs that are walked by default: half a minute for a decoder. On 2xv5p:4x4x4, the best twenty
+# candidates of all 185 walks are among the 100.
+WALKS: Final = 100
 _TOO_LARGE: Final = "does not fit"
 _UNUSED: Final = "a mesh axis that no tensor is sharded over"
 
@@ -428,12 +430,40 @@ class _Search:
             renaming = self._renaming(traced, manager, mode)
             if renaming is not None:
                 return _Shared(number, traced, requests, renaming)
-        traced = trace_program(manager, program, self.topology)
-        self._count(manager, traced, mode)
+        renaming, merged = None, self._merged(manager, mode)
+        if merged is not None:
+            # If it fails, the trace of the candidate itself has the error to show.
+            with contextlib.suppress(ShardingError):
+                traced = trace_program(merged, program, self.topology)
+                renaming = self._renaming(traced, manager, mode)
+        if renaming is None:
+            traced, renaming = trace_program(manager, program, self.topology), {}
+            self._count(manager, traced, mode)
         if traced.fits_all:
             self.shared.add(mode)
         traces.append((traced, read_annotations(traced)))
-        return _Shared(len(traces) - 1, *traces[-1], self._renaming(traced, manager, mode) or {})
+        return _Shared(len(traces) - 1, *traces[-1], renaming)
+
+    def _merged(self, manager: PartitionManager, mode: str) -> PartitionManager | None:
+        """Return a manager whose trace fits more candidates than that of this one, or None.
+
+        On its mesh, axes that shard a dim together are one axis: `dp:36,fsdp:4` becomes `dp:144`.
+        """
+        if mode not in self.single or is_typed(manager):
+            return None
+        asked = [known.request for known in self.single[mode][0].answers]
+        specs = [manager.answer(request).spec for request in asked]
+        sizes = dict(manager.mesh.shape)
+        for entry in (entry for spec in specs if spec is not None for entry in spec):
+            large = [name for name in entry_names(entry) if sizes[name] > 1]
+            for name in large[1:]:
+                sizes[large[0]] *= sizes[name]
+                sizes[name] = 1
+        merged = manager.having(mesh=abstract_mesh(sizes))
+        pairs = zip((merged.answer(request).spec for request in asked), specs, strict=True)
+        # A dim that has only some of these axes has another number of shards on that mesh.
+        fits = find_renaming(pairs, sizes, manager.mesh.shape) is not None
+        return merged if fits and sizes != manager.mesh.shape else None
 
     def _count(self, manager: PartitionManager, traced: Trace, mode: str) -> None:
         """Count the operations and the tokens of a mode, once for all candidates."""
