@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -30,6 +31,7 @@ from shardwright.plan.walk.padding import (
     turned_copies,
     with_one_row,
 )
+from shardwright.plan.walk.platform import for_gpus
 from shardwright.plan.walk.step import PlanStep
 from shardwright.plan.walk.values import ShardedValue, axes_of, local_elements
 from shardwright.trees.tensors import whole_bytes
@@ -417,7 +419,10 @@ def _relaid(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
     return found
 
 
-def _local_peak(jaxpr: Any) -> Peak:
+# A search walks one trace dozens of times, and local shapes do not depend on the candidate.
+@functools.lru_cache(maxsize=256)
+def _local_peak(jaxpr: Any, for_gpus: bool) -> Peak:
+    del for_gpus  # a part of the key: it decides padding, and which branches run
     timeline = Timeline()
     results = _add_local(jaxpr, [None] * len(jaxpr.invars), timeline)
     return timeline.peak([each for each in results if each is not None], within=True)
@@ -457,7 +462,7 @@ def _add_local(
             used,
             [*births, *padded_copies(equation, births, timeline)],
             in_place=_overwritten(equation, operands),
-            inner=Peak.most(map(_local_peak, _bodies(equation))),
+            inner=Peak.most(_local_peak(body, for_gpus()) for body in _bodies(equation)),
             loop=name in _READ_FROM_MEMORY,
             matmul=name == "dot_general",
         )

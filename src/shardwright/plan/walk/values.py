@@ -159,7 +159,7 @@ def axes_of(dims: Dims) -> frozenset[str]:
 
 def shards(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     """Return the number of shards along mesh axes."""
-    return math.prod(sizes[axis] for axis in axes)
+    return math.prod(map(sizes.__getitem__, axes))
 
 
 def local_elements(shape: Sequence[int], dims: Dims, sizes: Mapping[str, int]) -> int:
