@@ -1,15 +1,17 @@
-"""`python -m benchmarks.planning`: measure the time to count a large state, and of a large search.
+"""`python -m benchmarks.planning`: measure the time to count a large state, and that of searches.
 
 The state is that of DeepSeek-V3, unrolled, on 16,384 devices: parameters, two moments, and caches
 of 4,096 sequences of 8,192 tokens. The search is for the training step of an 8B decoder on 64 v5p
-chips. Both times have targets, and two searches must give the same result. The command exits with 1
-if a target is missed.
+chips. Both times have targets, and two searches must give the same result. The command `search` has
+the same target for Llama 3 8B on three clusters. This command exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import resource
+import subprocess
 import sys
 import time
 from typing import Any, Final
@@ -18,6 +20,7 @@ import jax
 
 import shardwright as sw
 from shardwright.interop.hf import Sizes, programs, read_config
+from shardwright.plan.search.run import WALKS
 from shardwright.plan.state import Category, CountedArray, StateBytes, count_state
 from shardwright.resolution.request import ShardingRequest
 from shardwright.trees.annotated import annotated_leaves
@@ -26,7 +29,9 @@ from tests.plan.decoder import Decoder
 
 CONFIG: Final = "tests/interop/hf/configs/deepseek-v3.json"
 STATE_SECONDS, SEARCH_SECONDS = 3.0, 60.0
-CANDIDATES, WALKED = 1000, 200
+CANDIDATES = 1000
+LLAMA: Final = "tests/interop/hf/configs/llama-3-8b.json"
+CLUSTERS: Final = ("2xv5p:4x4x4", "16xh100:8", "4xgb200:72")
 
 
 def count(sizes: Sizes) -> tuple[StateBytes, float]:
@@ -65,6 +70,16 @@ def search() -> tuple[Any, float, float]:
     return found, time.process_time() - processor, time.perf_counter() - wall
 
 
+def command(topology: str) -> float:
+    """Return the processor time of the command `search` in a process of its own."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    words = ["search", LLAMA, "--mode", "train", "--topology", topology, "--json"]
+    run = [sys.executable, "-m", "shardwright", *words]
+    subprocess.run(run, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def main() -> int:
     """Measure, print, and return 0 if all targets are met."""
     state, seconds = count(read_config(CONFIG))
@@ -72,7 +87,7 @@ def main() -> int:
     good = seconds < STATE_SECONDS
     print(f"{_verdict(good)}: state of {len(state.leaves):,} arrays in {seconds:.2f} s: {kinds}")
     found, processor, wall = search()
-    enough = found.judged >= CANDIDATES and found.walked >= WALKED
+    enough = found.judged >= CANDIDATES and found.walked == WALKS
     fast = processor < SEARCH_SECONDS
     print(
         f"{_verdict(enough and fast)}: {found.judged:,} candidates judged, {found.walked} walked, "
@@ -84,6 +99,11 @@ def main() -> int:
         for each in (found, again)
     ]
     print(f"{_verdict(len(set(digests)) == 1)}: two searches give {' and '.join(digests)}")
+    times = {topology: command(topology) for topology in CLUSTERS}
+    for topology, seconds in times.items():
+        words = f"search of {LLAMA} on {topology}: {seconds:.1f} s of processor time"
+        print(f"{_verdict(seconds < SEARCH_SECONDS)}: {words}")
+    fast = fast and max(times.values()) < SEARCH_SECONDS
     return 0 if good and enough and fast and len(set(digests)) == 1 else 1
 
 

@@ -19,13 +19,15 @@ MODELS = {
     "gpt-oss-20b": "v5p:4x4x4",
     "deepseek-v3": "v5p:8x8x16",
 }
+CANDIDATES = 20  # a minute for each model, or two for the largest
 
 
 def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, topology in MODELS.items():
         out = str(folder / f"{name}.html")
-        words = ["--topology", topology, "--mode", "train", "--axes", "fsdp,ep,tp", "--out", out]
+        words = ["--topology", topology, "--mode", "train", "--axes", "fsdp,ep,tp"]
+        words += ["--candidates", str(CANDIDATES), "--out", out]
         code = main(["open", str(CONFIGS / f"{name}.json"), *words])
         if code:
             raise SystemExit(code)

@@ -23,7 +23,8 @@ def with_tables(
     """Return a page with the text between its markers written from the results.
 
     Markers are `<!-- compiled: NAME -->`, each up to `<!-- end -->`. The names are `verdicts`,
-    `misses` and `refused`; with results for GPUs, also `gpu-verdicts` and `gpu-misses`.
+    `misses` and `refused`; with results for GPUs, also `gpu-verdicts`, `gpu-misses` and
+    `gpu-programs`.
 
     Raises:
       AssertionError: A marker is missing, or unknown.
@@ -37,7 +38,11 @@ def with_tables(
         verdicts = _verdicts(gpus[0], gpus[2]).splitlines()
         verdicts.insert(-1, _memory(gpus[0]))
         wrapped = [textwrap.fill(line, 100, subsequent_indent="  ") for line in verdicts]
-        parts |= {"gpu-verdicts": "\n".join(wrapped), "gpu-misses": _misses(gpus[0])}
+        parts |= {
+            "gpu-verdicts": "\n".join(wrapped),
+            "gpu-misses": _misses(gpus[0]),
+            "gpu-programs": programs_table(gpus[0]),
+        }
     marked = [actual[2] for actual in _PLACE.finditer(text)]
     assert sorted(marked) == sorted(parts), f"the page has {marked}, the results {list(parts)}"
     return _PLACE.sub(lambda actual: f"{actual[1]}\n{parts[actual[2]]}\n\n{actual[3]}", text)
@@ -70,6 +75,35 @@ def _memory(rows: Sequence[Row]) -> str:
     return (
         f"- {inside} of {len(counted)} peaks are in the planned range; the {', the '.join(ends)}."
     )
+
+
+def programs_table(rows: Sequence[Row]) -> str:
+    """Return a table of what each program sends, by mesh axes and kind, and of its memory."""
+    lines = ["| program | sent | planned memory | compiled |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        sent = [f"{'+'.join(each['mesh_axes'])}: {_kinds(each)}" for each in row.traffic]
+        low, high, peak = row.memory
+        lines.append(
+            f"| {row.model}, {row.preset}, {row.mode} | {'; '.join(sent) or 'nothing'} "
+            f"| {low / 2**20:.0f} to {high / 2**20:.0f} | {_marked(peak, low, high)} |"
+        )
+    return "\n".join(lines)
+
+
+def _kinds(sent: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the bytes of each kind of collective, as planned and as compiled if they differ."""
+    planned, compiled = sent["planned"], sent["compiled"]
+    cells = []
+    for kind in dict.fromkeys((*planned, *compiled)):
+        sizes = (planned.get(kind, 0), compiled.get(kind, 0))
+        texts = dict.fromkeys(map(bytes_text, sizes))
+        cells.append(f"{kind} {' / '.join(texts)}")
+    return ", ".join(cells)
+
+
+def _marked(peak: int, low: int, high: int) -> str:
+    text = f"{peak / 2**20:.0f}"
+    return text if low <= peak <= high else f"**{text}**"
 
 
 def _difference(row: Row) -> str:

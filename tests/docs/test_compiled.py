@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from benchmarks.compiled import MESHES, Row, judge, read_rows
 from shardwright.testing.golden import Golden
-from tests.docs.compiled import with_tables
+from tests.docs.compiled import programs_table, with_tables
 from tests.docs.snippets import ROOT
 
 PAGE = ROOT / "docs" / "development" / "compiled.md"
@@ -47,6 +48,16 @@ def test_gpu_results_have_twenty_programs() -> None:
     rows, _, context = read_rows(GPUS)
     assert context["target"] == "h100:8"
     assert len({(each.model, each.preset, each.mode) for each in rows}) >= 20
+
+
+def test_programs_show_what_differs() -> None:
+    one = row(2**20, 2**21)
+    one = dataclasses.replace(one, memory=[2**20, 2**21, 2**22])
+    table = programs_table([one, dataclasses.replace(one, memory=[0, 2**23, 2**22], traffic=[])])
+    assert table.splitlines()[2:] == [
+        "| one, fsdp, train | fsdp: all_reduce 1.0 MiB / 2.0 MiB | 1 to 2 | **4** |",
+        "| one, fsdp, train | nothing | 0 to 8 | 4 |",
+    ]
 
 
 def test_targets_are_judged() -> None:
