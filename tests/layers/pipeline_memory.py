@@ -7,6 +7,7 @@ prints what a compile for TPUs says; it needs libtpu.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 
 import shardwright as sw
 
-WIDTH, ROWS, LAYERS = 512, 4096, 8
+WIDTH, ROWS, LAYERS = 512, 4096, 16
 MICROBATCH = WIDTH * ROWS * 4  # bytes: smaller ones lie in the VMEM of a TPU and do not count
 
 
@@ -54,7 +55,7 @@ def temporary(schedule: str, count: int, mesh: Any) -> int:
 if __name__ == "__main__":
     from tests.tpu_compile import SETTINGS, tpu_mesh
 
-    __import__("os").environ.update(SETTINGS)
+    os.environ.update(SETTINGS)
     for schedule in ("gpipe", "circular", "1f1b"):
         for count in (8, 16, 32):
             mib = temporary(schedule, count, tpu_mesh(pp=8)) / 2**20

@@ -302,17 +302,6 @@ def test_a_call_may_be_eager(kind: str) -> None:
         blocks.assert_close(step(*arrays), jax.jit(step)(*arrays))
 
 
-def test_a_training_step_has_a_plan() -> None:
-    with manager("pp:2,fsdp:4") as pm:
-        specs = transformer_block.specs(DENSE)
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), specs)
-        x = jax.ShapeDtypeStruct(X.shape, X.dtype)
-        step = jax.value_and_grad(DENSE_TOTAL, has_aux=True)
-        plan = pm.plan(step, shapes, x, specs=(specs, (sw.BATCH, sw.LENGTH, sw.EMBED)))
-    assert not plan.walked.complete  # it says that it does not count what a stage sends
-    assert any(event.kind is Kind.PERMUTE for event in plan.events)
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "size"), [("rows", (32,), 16), ("streamed", (1, 4), 16), ("per_layer", (), 4)]
 )

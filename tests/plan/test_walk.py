@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 import shardwright as sw
 from shardwright import attention
+from shardwright.plan.collectives import Kind
 from shardwright.plan.planner import PlanReport
 from shardwright.plan.trace import trace, walk
 from tests.raising import raises
@@ -482,17 +483,23 @@ def test_loop_on_data_makes_plan_incomplete() -> None:
     assert report.walked.unknown == {"while (number of runs)": 1}
 
 
-def test_partial_map_makes_plan_incomplete() -> None:
+def test_other_mesh_axes_shard_the_body_of_a_map() -> None:
     pm, spec = manager("fsdp_tp", "fsdp:2,tp:4"), PartitionSpec("fsdp")
 
     def partly(x: Any) -> Any:
-        double = jax.shard_map(
-            lambda a: a * 2, in_specs=spec, out_specs=spec, axis_names=frozenset({"fsdp"})
+        def body(a: Any) -> Any:
+            return jax.lax.psum(a.sum(-1), "fsdp")
+
+        total = jax.shard_map(
+            body, in_specs=spec, out_specs=PartitionSpec(), axis_names=frozenset({"fsdp"})
         )
-        return double(x)
+        return total(sw.shard(x, sw.BATCH, sw.QUERY_LENGTH, sw.MLP_INTERMEDIATE))
 
     report: PlanReport = pm.plan(partly, X, specs=(HIDDEN,))
-    assert report.walked.unknown == {"shard_map (over some mesh axes only)": 1}
+    assert report.walked.complete
+    size = X.dtype.itemsize * X.size // X.shape[-1] // 2
+    found = [(each.kind, each.mesh_axes, each.logical_bytes) for each in report.events]
+    assert found == [(Kind.ALL_REDUCE, (axis,), size) for axis in ("tp", "fsdp")]
 
 
 def test_nested_vmap_leaves_both_new_dims_alone() -> None:

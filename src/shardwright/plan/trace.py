@@ -33,9 +33,9 @@ from shardwright.plan.walk.program import walk_jaxpr, written_target
 from shardwright.plan.walk.values import KEEP, Dims, Origin, ShardedValue, dims_of_spec
 from shardwright.resolution import resolver
 from shardwright.resolution.decisions import DimDecision, Resolution, RuleRef
-from shardwright.resolution.pipeline import Pipeline
+from shardwright.resolution.pipeline import STAGES, Pipeline
 from shardwright.resolution.request import ShardingRequest
-from shardwright.resolution.rules import SavedActivations
+from shardwright.resolution.rules import SavedActivations, without_mesh_axis
 from shardwright.trees.annotated import Leaf, annotated_leaves
 from shardwright.vocabulary.annotations import ArraySpec, PartOf
 from shardwright.vocabulary.axes import Role
@@ -167,7 +167,8 @@ class Recorder:
         if self.typed:
             self._keep(decided.request, decided.placement.spec)
             x = constrain(x, decided)
-        request = decided.request._replace(manual=frozenset())
+        # Which is all that says that the array is in a stage of a pipeline.
+        request = decided.request._replace(manual=decided.request.manual & {STAGES})
         return annotate(x, Annotation(request, decided.strict))
 
     def gather(self, w: Any, use: Decided, stored: Decided) -> Any:
@@ -441,6 +442,10 @@ def walk(
     """
     sizes = {axis: size for axis, size in manager.mesh.shape.items() if size > 1}
     known: dict[int, tuple[Dims, dict[str, DimDecision], str]] = {}
+    is_staged = manager.rules.pipeline is not None and manager.rules.pipeline.runs
+    stage = None
+    if is_staged and STAGES in sizes:
+        stage = manager.having(rules=without_mesh_axis(manager.rules, STAGES))
 
     def target(equation: Any, ledger: Ledger) -> ShardedValue | None:
         if equation.primitive is not annotate_axes_p:
@@ -457,7 +462,8 @@ def walk(
         # The trace holds its requests, so no id is used twice.
         key = id(request)
         if key not in known:
-            resolution = manager.answer(request)
+            own = manager if stage is None or STAGES not in request.manual else stage
+            resolution = own.answer(request)
             if not strict:
                 resolution = resolver.left_open(resolution)
             try:

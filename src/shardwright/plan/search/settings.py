@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 # A key such as `head` or `params.embed` -> the text of its rule.
 Settings = Mapping[str, str]
 MESH: Final = "mesh."
-_EXAMPLES: Final = "head, params.embed, modes.decode.head, policy.zero1 or mesh.tp"
+_EXAMPLES: Final = (
+    "head, params.embed, modes.decode.head, policy.zero1, pipeline.microbatches or mesh.tp"
+)
 
 
 def parse_setting(text: str) -> tuple[str, str]:
@@ -109,7 +111,7 @@ def _checked_key(text: str) -> str:
             tables, name = [], file_name(canonical_axis(name))
         case ["params"] | ["modes", _] | ["modes", _, "params"]:
             name = file_name(canonical_axis(name))
-        case ["policy"] | ["mesh"]:
+        case ["policy"] | ["mesh"] | ["pipeline"]:
             pass
         case _:
             raise StrategyError(f"{text!r:.80} is not a setting", fix=f"name {_EXAMPLES}")
@@ -129,8 +131,9 @@ def with_settings(base: Strategy, settings: Settings) -> Strategy:
         # A key without a table is a rule.
         for part in tables or ["rules"]:
             table = table.setdefault(part, {})
-        # `policy.largest_dim_min_size` is the only setting besides the mesh that is a number.
-        table[name] = int(text) if name == "largest_dim_min_size" and text.isdecimal() else text
+        # Besides the mesh, these settings are numbers.
+        is_number = tables == ["pipeline"] or name == "largest_dim_min_size"
+        table[name] = int(text) if is_number and text.isdecimal() else text
     return base | type(base)(**data) if settings else base
 
 

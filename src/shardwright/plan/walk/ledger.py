@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -56,6 +57,7 @@ class Ledger:
         self._renaming = renaming
         # `Dims` never has mesh axes of size 1, so they are left out of the sizes too.
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
+        self._mesh = self.sizes
         self.tiled = not for_gpus()
         self.events: list[Event] = []
         # A dict keeps the order of the program. That of a set of texts differs between processes.
@@ -80,6 +82,16 @@ class Ledger:
             for entry in spec.partitions
         ]
         return dims_of_spec(entries, ndim, self.sizes)
+
+    @contextlib.contextmanager
+    def inside(self, manual: Iterable[str]) -> Iterator[None]:
+        """Walk the body of a `shard_map` over some mesh axes: its shapes are local over them."""
+        sizes, manual = self.sizes, frozenset(manual)
+        self.sizes = {axis: size for axis, size in sizes.items() if axis not in manual}
+        try:
+            yield
+        finally:
+            self.sizes = sizes
 
     def blank(self) -> Ledger:
         """Return an empty ledger for the same mesh, for a walk that only computes shardings."""
@@ -320,9 +332,9 @@ class Ledger:
           devices: Devices of one group. Defaults to all devices along the mesh axes.
         """
         chosen = set(mesh_axes)
-        axes = tuple(axis for axis in self.sizes if axis in chosen)
+        axes = tuple(axis for axis in self._mesh if axis in chosen)
         if devices is None:
-            devices = shards(axes, self.sizes)
+            devices = shards(axes, self._mesh)
         if devices < 2 or not logical_bytes or not location.runs:
             return
         causes = [origins[axis] for axis in axes if axis in origins]

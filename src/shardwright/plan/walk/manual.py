@@ -55,19 +55,39 @@ _LOCAL: Final = frozenset(
 # Operations of these are not counted in a `shard_map`.
 _UNCOUNTED: Final = frozenset({"conv_general_dilated"})
 _SUMS: Final = frozenset({"psum", "psum2", "psum_invariant"})
+# Collectives in a `shard_map` over some mesh axes that leave the shape of their operands.
+SHAPE_KEPT: Final = tuple(
+    name for name, kind in _KINDS.items() if kind in (Kind.ALL_REDUCE, Kind.PERMUTE)
+)
+
+
+def collective(step: PlanStep) -> list[ShardedValue]:
+    """Follow a collective over Manual mesh axes, where others shard its operands."""
+    axes = _mesh_axes(step.equation, step)
+    values = [step.whole(at) for at in range(len(step.values))]
+    for value, aval in zip(values, step.avals, strict=True):
+        step.ledger.note(
+            _KINDS[step.name],
+            axes,
+            step.ledger.local_bytes(aval, value.dims),
+            step.location,
+            dtype=str(aval.dtype),
+            origins=value.origins,
+        )
+    return values
 
 
 def shard_map(step: PlanStep) -> list[ShardedValue]:
     """Follow a `shard_map`: operands move to its input specs, then its body runs."""
     parameters, sizes = step.parameters, step.ledger.sizes
+    manual = step.ledger.renamed(_jax.newly_manual_axes(parameters))
+    if set(sizes).difference(manual):
+        return _over_some(step, manual)
     for at, (spec, aval) in enumerate(zip(parameters["in_specs"], step.avals, strict=True)):
         dims = step.ledger.dims_of(spec, aval.ndim)
         step.ledger.move(
             step.values[at], aval, dims, step.location, origins=step.values[at].origins
         )
-    if set(sizes).difference(step.ledger.renamed(_jax.newly_manual_axes(parameters))):
-        # The partitioner shards the body over the other mesh axes. The walk does not follow it.
-        step.ledger.unknown["shard_map (over some mesh axes only)"] += 1
     origins = merged_origins(step.values)
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
     _follow(body, step, step.location, origins)
@@ -80,6 +100,35 @@ def shard_map(step: PlanStep) -> list[ShardedValue]:
         ShardedValue(dims=step.ledger.dims_of(spec, aval.ndim), origins=origins, buffer=buffer)
         for spec, aval, buffer in zip(parameters["out_specs"], step.results, buffers, strict=True)
     ]
+
+
+def _over_some(step: PlanStep, manual: tuple[str, ...]) -> list[ShardedValue]:
+    """Follow a `shard_map` over some mesh axes. The others shard its body like any program."""
+    ledger, values = step.ledger, []
+    for at, (spec, aval) in enumerate(zip(step.parameters["in_specs"], step.avals, strict=True)):
+        rest = _without(step.values[at], manual)
+        own = ledger.dims_of(spec, aval.ndim)
+        dims = tuple((*first, *others) for first, others in zip(own, rest.dims, strict=True))
+        values.append(_without(step.move(at, dims), manual))
+    body = getattr(step.parameters["jaxpr"], "jaxpr", step.parameters["jaxpr"])
+    with ledger.inside(manual):
+        ends = step.walk(body, values)
+        ends = [
+            ledger.settle(end, variable.aval, step.location)
+            for end, variable in zip(ends, body.outvars, strict=True)
+        ]
+    specs = zip(step.parameters["out_specs"], ends, step.results, strict=True)
+    return [
+        end.with_dims(
+            (*first, *others)
+            for first, others in zip(ledger.dims_of(spec, aval.ndim), end.dims, strict=True)
+        )
+        for spec, end, aval in specs
+    ]
+
+
+def _without(value: ShardedValue, axes: tuple[str, ...]) -> ShardedValue:
+    return value.with_dims([axis for axis in dim if axis not in axes] for dim in value.dims)
 
 
 def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[str, Origin]) -> None:

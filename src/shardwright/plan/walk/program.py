@@ -34,7 +34,7 @@ from shardwright.plan.walk.equations import (
 )
 from shardwright.plan.walk.events import Walked, WalkLocation
 from shardwright.plan.walk.ledger import Ledger
-from shardwright.plan.walk.manual import shard_map
+from shardwright.plan.walk.manual import SHAPE_KEPT, collective, shard_map
 from shardwright.plan.walk.masks import EquationIds, equal_masks, required_dims, shared_mask
 from shardwright.plan.walk.padding import is_across
 from shardwright.plan.walk.peers import Peers, is_scattered
@@ -79,6 +79,7 @@ _RULES: Final[Mapping[str, PlanRule]] = {
     "while": control.while_loop,
     "cond": control.cond,
     "shard_map": shard_map,
+    **dict.fromkeys(SHAPE_KEPT, collective),
     "debug_print": shapes.callback,
     "debug_callback": shapes.callback,
 }

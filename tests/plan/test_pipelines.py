@@ -1,0 +1,101 @@
+"""Plans of steps that run in the stages of a pipeline equal the compiled programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardwright as sw
+from shardwright.layers import loss, transformer_block
+from shardwright.plan.collectives import Kind, read_collectives
+from shardwright.plan.search.settings import read_pins, with_settings
+from shardwright.plan.walk.events import Event
+from tests.layers.test_pipeline import DENSE, X
+from tests.layers.test_pipeline_loss import manager
+
+RESIDUAL = (sw.BATCH, sw.LENGTH, sw.EMBED)
+
+
+def program(pm: Any, config: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """Return a training step, the shapes of its arguments, and their annotations."""
+    specs = {"layers": transformer_block.specs(config), "head": loss.specs(24, 16)}
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), specs)
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    labels = jax.ShapeDtypeStruct(X.shape[:2], jnp.int32)
+
+    def head(weight: Any, y: Any, labels: Any) -> Any:
+        return loss.cross_entropy(y, weight, labels).weighted.total
+
+    def total(params: Any, x: Any, labels: Any) -> Any:
+        options = {"head": head, "head_params": params["head"], "head_inputs": labels}
+        return transformer_block.loss(config, params["layers"], x, **options)[0]
+
+    annotations = (specs, RESIDUAL, (sw.BATCH, sw.QUERY_LENGTH))
+    return jax.value_and_grad(total, (0, 1)), (shapes, x, labels), annotations
+
+
+def sent(found: Iterable[Any], kind: Kind) -> Counter[Any]:
+    """Return how often collectives run, by mesh axes and bytes."""
+    runs: Counter[Any] = Counter()
+    for each in found:
+        if each.kind is kind:
+            number = each.runs if isinstance(each, Event) else each.count
+            runs[each.mesh_axes, each.logical_bytes] += number
+    return runs
+
+
+# With two stages, the last scan of 1f1b is one tick, whose last permute a compiler removes.
+@pytest.mark.full(but=["1f1b-pp:4,fsdp:2-auto"])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("schedule", "mesh"),
+    [
+        ("gpipe", "pp:2,fsdp:2,tp:2"),
+        ("gpipe", "pp:4,fsdp:2"),
+        ("circular", "pp:4,fsdp:2"),
+        ("1f1b", "pp:4,fsdp:2"),
+        ("1f1b", "pp:4,tp:2"),
+    ],
+)
+def test_plan_equals_the_program(schedule: str, mesh: str, kind: Any) -> None:
+    """Permutes over pp and gathers, by bytes and number; sums are merged by the compiler."""
+    with manager(schedule, mesh, kind=kind) as pm:
+        step, shapes, axes = program(pm, DENSE)
+        plan = pm.plan(step, *shapes, specs=axes)
+        given = [pm.abstract(shapes[0], axes[0])]
+        given += [
+            pm.abstract(each, own, role="activation")
+            for each, own in zip(shapes[1:], axes[1:], strict=True)
+        ]
+        found = list(read_collectives(jax.jit(step).lower(*given).compile(), pm.mesh))
+    assert plan.walked.complete
+    assert sent(plan.events, Kind.PERMUTE) == sent(found, Kind.PERMUTE)
+    gathers = sent(plan.events, Kind.ALL_GATHER)
+    if schedule == "circular":
+        # Losses of the layers, [microbatches, layers]: zeros here, which a plan does not send.
+        gathers[("pp",), 4 * 8 * DENSE.layers] += 1
+    assert gathers == sent(found, Kind.ALL_GATHER)
+
+
+@pytest.mark.full
+def test_bubbles_take_time() -> None:
+    """A stage computes in every tick: m + S - 1 of them for m microbatches."""
+    flops = []
+    for count in (4, 8, 16):
+        with manager("gpipe", "pp:4,fsdp:2", microbatches=count) as pm:
+            step, shapes, axes = program(pm, DENSE)
+            flops.append(pm.plan(step, *shapes, specs=axes).walked.flops)
+    # The layers take (1 + (S - 1) / m) of their time without a bubble, and the head the same.
+    assert flops[0] - flops[1] == 2 * (flops[1] - flops[2]) > 0
+
+
+def test_pins_of_a_pipeline_are_numbers() -> None:
+    pins = read_pins(["pipeline.microbatches = 16", "pipeline.schedule = 1f1b"])
+    changed = with_settings(sw.Strategy.preset("fsdp_pp"), pins).compile().pipeline
+    assert changed is not None
+    assert (changed.microbatches, str(changed.schedule)) == (16, "1f1b")
