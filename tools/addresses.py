@@ -50,7 +50,7 @@ def write(repository: str, root: pathlib.Path = ROOT) -> None:
             "\n[project.optional-dependencies]"
         },
         "CITATION.cff": {"\nlicense:": f"\nrepository-code: {repository}\nurl: {site}\nlicense:"},
-        "README.md": {f"]({NOTEBOOK}):": f"]({NOTEBOOK}) ([open in Colab]({colab})):"},
+        "README.md": {f"]({NOTEBOOK}):": f"]({NOTEBOOK})/[Colab]({colab}):"},
         NOTEBOOK: {
             '    "# shardwright': f'    "{badge}\\n",\n    "\\n",\n    "# shardwright',
             # Colab opens the notebook without the files beside it.
