@@ -83,7 +83,7 @@ check: ## format, lint, types, import order, the site of the documentation
 	$(bin)/ruff format --check .
 	$(bin)/ruff check .
 	$(bin)/python -m mypy
-	$(bin)/python -m pytest -q tests/test_house.py
+	$(bin)/python -m pytest -q -m "not product" tests/test_house.py
 	$(bin)/zensical build --strict --clean
 
 bench: ## print the numbers of docs/development/speed.md

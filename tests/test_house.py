@@ -1,6 +1,7 @@
 """The house rules that a reader relies on: import order, lengths, and the cost of an import.
 
-Everything is derived from the files that exist. A new module is one line in `ORDER`.
+Everything is derived from the files that exist. A new module is one line in `ORDER`. Tests that
+read every file are full: `make check` runs them.
 """
 
 from __future__ import annotations
@@ -331,6 +332,7 @@ def repeated_types(src: Path) -> dict[str, list[str]]:
     return {name: where for name, where in files.items() if len(where) > 1}
 
 
+@pytest.mark.full
 def test_imports_follow_the_order() -> None:
     problems = import_problems(ROOT / "src")
     assert not problems, "\n" + "\n".join(problems)
@@ -373,20 +375,24 @@ def test_every_room_says_what_belongs_there() -> None:
     assert silent == []
 
 
+@pytest.mark.full
 def test_the_name_of_a_type_is_defined_once() -> None:
     assert repeated_types(ROOT / "src") == {}
 
 
+@pytest.mark.full
 def test_private_jax_and_pydantic_imports() -> None:
     problems = foreign_problems(ROOT / "src")
     assert not problems, "\n" + "\n".join(problems)
 
 
+@pytest.mark.full
 def test_files_and_functions_are_short() -> None:
     problems = size_problems(code_files(), ROOT)
     assert not problems, "\n" + "\n".join(problems)
 
 
+@pytest.mark.full
 def test_no_line_is_over_100_columns() -> None:
     """Tables and links of pages cannot be wrapped. ruff excuses comments for tools."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -404,6 +410,7 @@ def test_no_line_is_over_100_columns() -> None:
     assert not long, "\n".join(long)
 
 
+@pytest.mark.full
 def test_no_file_compiles_with_a_warning() -> None:
     """A missing operator between two strings compiles, and fails when it runs."""
     with warnings.catch_warnings():
@@ -412,6 +419,7 @@ def test_no_file_compiles_with_a_warning() -> None:
             compile(path.read_text(encoding="utf-8"), str(path), "exec")
 
 
+@pytest.mark.full
 def test_no_nested_conditional_expression() -> None:
     problems = nested_conditionals(code_files(), ROOT)
     assert not problems, "\n" + "\n".join(problems)
@@ -460,11 +468,12 @@ def test_import_is_light_and_starts_no_backend() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("first", "says"),
     [
         ("import jax; jax.devices()", "a backend was started"),
-        pytest.param("import pydantic", "imported: pydantic", marks=pytest.mark.full),
+        ("import pydantic", "imported: pydantic"),
     ],
 )
 def test_import_probe_detects_a_backend(first: str, says: str) -> None:
