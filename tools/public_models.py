@@ -1,11 +1,13 @@
 """Plan programs of other authors, compile them, and compare the collectives of both.
 
-    PYTHONPATH=src:. python tools/public_models.py CHECKOUTS [--tpu] [NAME ...]
+    PYTHONPATH=src:. python tools/public_models.py CHECKOUTS [--tpu | --primitives] [NAME ...]
 
 CHECKOUTS holds a working tree OWNER/NAME for each repository. Each program runs with the code of
 its authors: weights are stored sharded, and gathered before use where the authors' own rules do not
 place them. It is planned on two meshes, and compiled for eight CPU devices, or with --tpu for a
-v5e:2x4, and a table is printed. benchmarks/results/public_models.md has both, and the commits.
+v5e:2x4, and a table is printed. With --primitives, nothing is compiled: the table has the
+primitives of these programs, and of those in tests/plan/foreign_programs.py, and which of them a
+plan does not know. benchmarks/results/public_models.md has all tables, and the commits.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from foreign_code import (
 
 import shardwright as sw
 from shardwright.testing import virtual_devices
-from tests.plan.foreign_programs import Compared, Foreign, compare
+from tests.plan.foreign_programs import PROGRAMS, Compared, Foreign, compare, jaxpr_of, plan
 from tests.tpu_compile import SETTINGS
 
 BUILDERS: dict[str, Callable[[Path], tuple[Any, ...]]] = {}
@@ -563,9 +565,39 @@ def verdict(compared: Compared) -> str:
     return "marked" if compared.marks else "DIFFERENT"
 
 
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations of a jaxpr, and of those in it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
+
+
+def print_primitives(checkouts: Path, names: list[str]) -> None:
+    """Print how often each primitive is met, and in how many programs a plan does not know it."""
+    public = {name.partition("@")[0]: case for name, case in programs(checkouts, names)}
+    met: dict[str, Counter[str]] = {kind: Counter() for kind in ("public", "small", "all", "not")}
+    for kind, cases in (("public", public), ("small", PROGRAMS)):
+        for case in cases.values():
+            counts = Counter(each.primitive.name for each in _equations(jaxpr_of(case)))
+            met[kind].update(counts.keys())
+            met["all"].update(counts)
+            met["not"].update(plan(case, tpu=False).walked.unknown.keys())
+    print(f"| primitive | of {len(public)} | of {len(PROGRAMS)} | equations | incomplete |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    for name in sorted(met["all"].keys() | met["not"].keys(), key=lambda n: (-met["all"][n], n)):
+        cells = [met[kind][name] or "" for kind in ("public", "small", "all", "not")]
+        print(f"| {name} | {' | '.join(map(str, cells))} |")
+
+
 def main() -> int:
-    names = [each for each in sys.argv[2:] if each != "--tpu"]
+    names = [each for each in sys.argv[2:] if not each.startswith("--")]
     tpu = "--tpu" in sys.argv
+    if "--primitives" in sys.argv:
+        print_primitives(Path(sys.argv[1]), names)
+        return 0
     counts: Counter[str] = Counter()
     print("| program | mesh | marks | plan | planned and sent bytes that differ |")
     print("| --- | --- | --- | --- | --- |")

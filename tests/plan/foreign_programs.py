@@ -471,6 +471,13 @@ def plan(case: Foreign, *, tpu: bool = True) -> PlanReport:
     return report
 
 
+def jaxpr_of(case: Foreign) -> Any:
+    """Return the program as JAX traces it, with its constraints."""
+    function, given, _ = _given(case)
+    with sw.PartitionManager(_strategy(case), mesh=sw.abstract_mesh(dict(case.mesh))):
+        return jax.make_jaxpr(function)(*given).jaxpr
+
+
 def compile_for_tpus(case: Foreign) -> Any:
     """Compile a program for TPUs."""
     lowered = _traced(case, tpu_mesh(**case.mesh)).lower(lowering_platforms=("tpu",))
