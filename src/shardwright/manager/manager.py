@@ -538,8 +538,8 @@ class PartitionManager(Manager):
         """Return what a function sends and computes under a manager, without a device or a
         compiler.
 
-        The function is traced over Auto mesh axes, and its annotations stay in the trace. A walk
-        over the trace then follows the sharding of every value and records the collectives.
+        Annotations stay in the trace of the function; over Explicit mesh axes, types have shardings
+        too. A walk over the trace follows the sharding of every value and records the collectives.
 
         Args:
           function: The function that you would pass to `jax.jit`.
