@@ -104,6 +104,11 @@ def test_error_of_module_and_block(name: str) -> None:
 
 
 @pytest.mark.full
+def test_groups_are_positive() -> None:
+    with raises(sw.AttentionError, 0, "num_attention_heads", 4, path="num_gqa_groups"):
+        heads(X, X, count=4, num_gqa_groups=0)
+
+
 def test_append_past_the_cache_of_a_block() -> None:
     """`test_decode.py` has the same for the module."""
     with raises(CacheError, 0, 1, 2) as caught:

@@ -242,7 +242,7 @@ class NameTable:
             return annotation
         problem = self._blocks(name, shape, whole)
         # A dim of the scale follows the same dim of the weight, unless it has one scale for all.
-        follows = [at if size > 1 or whole[at] == 1 else None for at, size in enumerate(shape)]
+        follows = [at if size > 1 else None for at, size in enumerate(shape)]
         return problem or PartOf(
             annotation=annotation, shape=whole, dims=tuple(follows), path=weight
         )
