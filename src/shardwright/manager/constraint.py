@@ -325,7 +325,8 @@ def gather(w: Any, use: Placement, stored: Placement) -> Any:
     check_kept(w)
     if in_host_memory(w):
         # First the shards move, and only then the device gathers: the host link has no all-gather.
-        w = to_device(w, NamedSharding(stored.mesh, stored.spec))
+        # Without the barrier, XLA for TPUs gathers on the hosts, over their network.
+        w = jax.lax.optimization_barrier(to_device(w, NamedSharding(stored.mesh, stored.spec)))
     if stored.explicit is None:
         return _gather_auto(w, use, stored)
     # Over Explicit axes a cotangent has the sharding of its primal. So first give the weight its
