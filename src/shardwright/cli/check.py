@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright.cli.arguments import (
@@ -19,7 +20,8 @@ from shardwright.cli.arguments import (
     add_strategy,
     make_parser,
 )
-from shardwright.cli.check_model import Checked, check_model, is_model
+from shardwright.cli.check_memory import check_memory
+from shardwright.cli.check_model import Checked, check_model, is_model, programs_of
 from shardwright.cli.fix import (
     MARKS,
     Fixed,
@@ -43,6 +45,7 @@ from shardwright.errors import MeshSpecError, ShardingError, snippet_lines
 from shardwright.lints.catalogue import Code, Finding, Severity, lint
 from shardwright.lints.finding import from_problem
 from shardwright.lints.subject import make_subject
+from shardwright.plan.planner import Program
 from shardwright.strategy.files import strategy_names
 
 _EPILOG = f"""\
@@ -109,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_fix_options(arguments)
     tensors = None if arguments.tensors is None else read_tensors(arguments.tensors)
     own_axes, settings, results = _read_settings(strategies, arguments)
+    programs = [programs_of(text, arguments) for text in strategies if is_model(text)]
     for text in strategies:
         if is_model(text):
             results += check_model(text, arguments, own_axes=own_axes, settings=settings)
@@ -117,7 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
             print_lines([*fixed.report(dry=arguments.dry_run), ""], marks=MARKS)
             results.append(Checked(strategy=strategy_label(text), findings=fixed.tried.findings))
         else:
-            results.append(_check(text, tensors, arguments.mesh, arguments.devices))
+            checked = _check(text, tensors, arguments.mesh, arguments.devices)
+            results.append(_with_memory(checked, text, programs))
     failed = any(result.fails(strict=arguments.strict) for result in results)
     if arguments.json:
         print_json(
@@ -209,6 +214,15 @@ def _check(text: str, tensors: Any, mesh: str | None, devices: int | None) -> Ch
         strategy=label,
         findings=lint(strategy, tensors, mesh=read_mesh_text(strategy, mesh, devices)),
     )
+
+
+def _with_memory(checked: Checked, text: str, programs: Sequence[Mapping[str, Program]]) -> Checked:
+    """Add the findings about host memory that need the programs of the command line."""
+    if checked.fails(strict=False):
+        return checked
+    strategy, _ = read_strategy(text)
+    found = [finding for each in programs for finding in check_memory(strategy, each)]
+    return dataclasses.replace(checked, findings=(*checked.findings, *found))
 
 
 def report(results: Sequence[Checked], *, width: int) -> list[str]:

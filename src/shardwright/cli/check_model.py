@@ -77,9 +77,9 @@ def check_model(
     Raises:
       ShardingError: The model or its annotations cannot be read.
     """
-    if arguments.params is None and _has_no_arguments(text):
+    if programs := programs_of(text, arguments):
         checked = []
-        for mode, program in read_programs(text, None, devices=1).items():
+        for mode, program in programs.items():
             label = f"{text} for {mode_name(mode)}"
             findings = _check_program(label, mode, program, own_axes)
             checked.append(Checked(strategy=label, findings=findings))
@@ -130,6 +130,17 @@ def _resolve(label: str, mode: str, program: Program, setting: Setting) -> Check
     file = file_to_edit(setting.combined.name, setting.combined.source())
     findings = dict.fromkeys(unresolved_finding(problem, file=file) for problem in problems)
     return Checked(strategy=f"{label} under {setting.strategy}", findings=tuple(findings))
+
+
+def programs_of(text: str, arguments: argparse.Namespace) -> dict[str, Program]:
+    """Return the programs of a model by mode; none if its function takes arguments.
+
+    Raises:
+      StrategyError: The file cannot be read, or the function does not return programs.
+    """
+    if arguments.params is not None or not _has_no_arguments(text):
+        return {}
+    return read_programs(text, None, devices=1)
 
 
 def read_path_rules(name: str) -> dict[str, Any]:

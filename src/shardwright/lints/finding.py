@@ -48,6 +48,8 @@ class Code(enum.StrEnum):
     UNUSED_TENSORS = "unused_tensors"
     UNUSED_RULE = "unused_rule"
     OTHER_NAME = "other_name"
+    STATE_NOT_DONATED = "state_not_donated"
+    UNUSED_SAVED = "unused_saved"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
