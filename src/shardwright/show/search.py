@@ -146,13 +146,15 @@ def candidate_rows(shown: Sequence[Candidate]) -> list[list[str]]:
     head = ["variant", "strategy", "mesh", "settings", *times, "memory per device", "sent"]
     layout = shown[0].report.layout
     assert layout is not None
-    head += [f"between {layout.topology.group}s", "fits"]
+    head += ["host link", f"between {layout.topology.group}s", "fits"]
     rows = [_row(candidate) for candidate in shown]
     # By position in `head`: 0 is the variant, 3 the settings, and the last but one what slices send
-    # to each other.
+    # to each other. Before it is what moves over the host link.
     absent = {0} if not any(candidate.variant for candidate in shown) else set()
     if not any(candidate.slice_bytes for candidate in shown):
         absent.add(len(head) - 2)
+    if not any(candidate.host_bytes for candidate in shown):
+        absent.add(len(head) - 3)
     absent |= {3} if not any(candidate.settings for candidate in shown) else set()
     return [[cell for at, cell in enumerate(row) if at not in absent] for row in (head, *rows)]
 
@@ -170,9 +172,20 @@ def _row(candidate: Candidate) -> list[str]:
         *map(_time_text, reports),
         f"{bytes_text(low)} to {bytes_text(candidate.most_bytes)}",
         bytes_text(candidate.sent_bytes),
+        _host_text(candidate),
         bytes_text(candidate.slice_bytes),
         fits if candidate.complete else f"{fits}, incomplete",
     ]
+
+
+def _host_text(candidate: Candidate) -> str:
+    """Return what a candidate moves over the host link, and what that costs at most."""
+    if not candidate.host_bytes:
+        return "-"
+    times = [report.time for report in candidate.reports.values()]
+    seconds = sum(time.host.high for time in times if time is not None)
+    cost = f"at most {seconds_text(seconds)}" if seconds else "rate not known"
+    return f"{bytes_text(candidate.host_bytes)}, {cost}"
 
 
 def _time_text(report: PlanReport) -> str:
@@ -200,7 +213,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
             max(report.memory.low for report in reports.values()),
             candidate.most_bytes,
         ],
-        **named(candidate, "verdict", "sent_bytes", "slice_bytes", "complete"),
+        **named(candidate, "verdict", "sent_bytes", "slice_bytes", "host_bytes", "complete"),
         "modes": {
             mode_name(mode): {
                 "seconds": seconds_of(report),

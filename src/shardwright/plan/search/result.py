@@ -89,6 +89,11 @@ class Candidate:
         return sum(report.slice_bytes for report in self.reports.values())
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes that move between a device and its host in one run of each mode."""
+        return sum(report.host_bytes for report in self.reports.values())
+
+    @property
     def verdict(self) -> Verdict:
         """The worst verdict of all modes."""
         verdicts = {report.verdict for report in self.reports.values()}

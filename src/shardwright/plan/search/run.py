@@ -22,7 +22,14 @@ from shardwright.mesh.build import abstract_mesh
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.plan.layout import Layout, lay_out
-from shardwright.plan.planner import PlanReport, Program, price, program_state, trace_program
+from shardwright.plan.planner import (
+    PlanReport,
+    Program,
+    host_too_small,
+    price,
+    program_state,
+    trace_program,
+)
 from shardwright.plan.renaming import Renaming, find_renaming
 from shardwright.plan.search.rank import (
     AnnotationRequest,
@@ -49,6 +56,7 @@ if TYPE_CHECKING:
 # 4xgb200:72, the best ten candidates of an 8B decoder among all walks are among these, too.
 WALKS: Final = 64
 _TOO_LARGE: Final = "does not fit"
+_TOO_LARGE_ON_HOST: Final = "does not fit into the memory of the host"
 _UNUSED: Final = "a mesh axis that no tensor is sharded over"
 
 
@@ -85,7 +93,7 @@ def search(
       axes: Mesh axes that may have a size above 1. A strategy may lack some. Defaults to those that
         a rule gives to a tensor of the program.
       pins: Settings that every candidate has, such as `head = tp`, `params.embed = fsdp`,
-        `policy.zero1 = dp` or `mesh.tp = 4`.
+        `policy.zero1 = dp`, `memory.state = host` or `mesh.tp = 4`.
       vary: Settings and their alternatives: `{"head": ("tp", "-")}`. None keeps the setting of the
         strategy. A pin of the same setting replaces the alternatives.
       orders: Whether to try every order of the mesh axes. The order decides which links they use.
@@ -322,6 +330,17 @@ class _Search:
         self.dropped[reason] += 1
         self.examples.setdefault(reason, f"{point}: {first}")
 
+    def _drop_planned(self, candidate: Candidate, point: Point) -> None:
+        """Count a candidate that does not fit into one of the two memories."""
+        reports = candidate.reports.values()
+        if any(map(host_too_small, reports)):
+            self.dropped[_TOO_LARGE_ON_HOST] += 1
+            needed = bytes_text(max(report.memory.host for report in reports))
+            usable = bytes_text(self.topology.chip.host_bytes)
+            self.examples.setdefault(_TOO_LARGE_ON_HOST, f"{point}: {needed} of {usable}")
+            return
+        self._drop_large(point, max(report.memory.low for report in reports))
+
     def _drop_large(self, point: Point, needed: int) -> None:
         """Count a candidate that does not fit. Keep the one that needs least as the example."""
         self.dropped[_TOO_LARGE] += 1
@@ -476,7 +495,7 @@ class _Search:
     def _renaming(self, traced: Trace, manager: PartitionManager, mode: str) -> Renaming | None:
         """Return how the axes of a trace are renamed for a candidate, or None if it differs."""
         # Nothing in such a trace depends on the manager, so there are no mesh axes to rename.
-        if mode in self.shared and not is_typed(manager):
+        if mode in self.shared and traced.moves_alike(manager) and not is_typed(manager):
             return {}
         if self.programs[mode].any_mesh:
             return traced.renaming(manager)
@@ -568,7 +587,7 @@ class _Search:
             tokens={mode: count for mode, count in self.tokens.items() if count},
         )
         if candidate.verdict is Verdict.DOES_NOT_FIT and not self.keep_large:
-            self._drop_large(each.point, max(report.memory.low for report in reports.values()))
+            self._drop_planned(candidate, each.point)
             return None
         return candidate
 
@@ -589,7 +608,8 @@ def _key(
         )
     # An Explicit candidate has its own trace. Equal answers give it the same equations.
     number = -1 if traced.typed_for is not None else shared.number
-    return number, answers, tuple(each.dims for each in resolved)
+    memory = (manager.rules.memory, manager.rules.saved)
+    return number, answers, memory, tuple(each.dims for each in resolved)
 
 
 def _ranked(groups: Mapping[_ProgramKey, Sequence[_Resolved]], most: int) -> list[_ProgramKey]:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 Settings = Mapping[str, str]
 MESH: Final = "mesh."
 _EXAMPLES: Final = (
-    "head, params.embed, modes.decode.head, policy.zero1, pipeline.microbatches or mesh.tp"
+    "head, params.embed, modes.decode.head, policy.zero1, memory.state, pipeline.microbatches or "
+    "mesh.tp"
 )
 
 
@@ -111,7 +112,9 @@ def _checked_key(text: str) -> str:
             tables, name = [], file_name(canonical_axis(name))
         case ["params"] | ["modes", _] | ["modes", _, "params"]:
             name = file_name(canonical_axis(name))
-        case ["policy"] | ["mesh"] | ["pipeline"]:
+        case ["policy"] | ["mesh"] | ["pipeline"] | ["memory"] | ["memory", "saved"]:
+            pass
+        case ["modes", _, "memory"]:
             pass
         case _:
             raise StrategyError(f"{text!r:.80} is not a setting", fix=f"name {_EXAMPLES}")
