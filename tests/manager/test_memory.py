@@ -246,20 +246,3 @@ def test_a_jit_of_ones_own_gets_advice() -> None:
     with pytest.raises(ValueError, match="memory_space") as caught, pm:
         jax.jit(train_step)(state, make_batch())
     assert any("pm.jit_step" in note for note in caught.value.__notes__)
-
-
-def test_a_plan_refuses_what_it_does_not_count() -> None:
-    pm = make_manager(state="host")
-    state = make_state(pm)
-    with raises(
-        sw.StrategyError, "host", path="0/mu/embedding", rule='state = "host"', fix="device"
-    ):
-        pm.plan(
-            lambda moments: moments,
-            jax.eval_shape(OPTIMIZER.init, state["params"]),
-            specs=(sw.annotate_state(state["moments"], SPECS),),
-            holds=("optimizer",),
-        )
-    with raises(sw.StrategyError, "argument", fix="[memory]") as caught, pm:
-        pm.plan(lambda moments: moments, pm.abstract_state(OPTIMIZER, SPECS))
-    assert "that line" not in str(caught.value), "the error names no line"

@@ -11,7 +11,13 @@ from shardwright.plan.fit import Verdict
 from shardwright.plan.fitting_mesh import FittingMesh, find_larger_mesh, find_other_mesh
 from shardwright.plan.fitting_rules import find_smaller_rules
 from shardwright.plan.hardware import Topology
-from shardwright.plan.planner import PlanReport, Program, price, trace_program
+from shardwright.plan.planner import (
+    PlanReport,
+    Program,
+    host_too_small,
+    price,
+    trace_program,
+)
 from shardwright.plan.state import StateBytes
 from shardwright.plan.verify.run import Verification
 from shardwright.vocabulary.modes import MODE_TRAIN, MODES, mode_name
@@ -53,6 +59,9 @@ def _why(report: PlanReport, verification: Verification | None) -> str:
     if report.layout is None:
         return ""
     topology, state = report.layout.topology, report.state.of()
+    if host_too_small(report):
+        needed, known = bytes_text(report.memory.host), bytes_text(topology.chip.host_bytes)
+        return f": it needs {needed} of the host's {known} for each device"
     # More than all devices hold together: no mesh and no rule of this slice helps.
     if state.total > topology.devices * topology.chip.hbm_bytes:
         return what_holds(report.state, topology)
@@ -77,6 +86,9 @@ def _fixes(
         yield "add --topology to know which mesh is large enough"
         return
     topology, state = report.layout.topology, report.state.of()
+    if host_too_small(report):
+        yield "shard more, or keep less on the host in [memory]"
+        return
     usable = topology.chip.hbm_bytes
     mesh: FittingMesh | None = None
     # If not even one copy of the state fits into the slice, none of its meshes can.

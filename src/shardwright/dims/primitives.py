@@ -31,6 +31,7 @@ ELEMENTWISE: Final = frozenset(
         "copy_p",
         "cos",
         "cosh",
+        "device_put",
         "digamma",
         "div",
         "eq",

@@ -14,7 +14,7 @@ from shardwright.resolution.rules import AxisRules
 from shardwright.vocabulary.axes import Memory, Role
 
 DEVICE: Final = "device"
-_PINNED: Final = "pinned_host"
+HOST: Final = "pinned_host"
 
 
 def host_kind(mesh: Mesh | AbstractMesh, rule: RuleRef | None, path: str = "") -> str:
@@ -31,11 +31,11 @@ def host_kind(mesh: Mesh | AbstractMesh, rule: RuleRef | None, path: str = "") -
     # A device of another process lists no memories, and every backend has one kind of device.
     own = [] if isinstance(mesh, AbstractMesh) else mesh.local_devices
     if not own:
-        return _PINNED
+        return HOST
     kinds = [memory.kind for memory in own[0].addressable_memories()]
     hosts = [kind for kind in kinds if is_host(kind)]
-    if _PINNED in hosts or len(hosts) == 1:
-        return _PINNED if _PINNED in hosts else hosts[0]
+    if HOST in hosts or len(hosts) == 1:
+        return HOST if HOST in hosts else hosts[0]
     raise StrategyError(
         f"the rule is for host memory, and the backend {own[0].platform} has "
         f"{'several kinds of it' if hosts else 'none'}: its memory kinds are {', '.join(kinds)}",
@@ -82,7 +82,7 @@ def to_host(x: Any, sharding: NamedSharding) -> Any:
     if isinstance(sharding.mesh, AbstractMesh):
         return jax.device_put(x, jax.memory.Space.Host)
     # JAX types values in this memory kind alone as being on the host.
-    return jax.device_put(x, sharding.with_memory_kind(_PINNED))
+    return jax.device_put(x, sharding.with_memory_kind(HOST))
 
 
 @jax.tree_util.register_dataclass

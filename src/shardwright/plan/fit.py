@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import Final
 
 from shardwright.plan.walk.entries import Peak
@@ -26,7 +27,7 @@ class Verdict(enum.StrEnum):
     __hash__ = str.__hash__
 
 
-def judge(peak: Peak, usable: int, *, complete: bool = True) -> Verdict:
+def judge(peak: Peak, usable: int, *, complete: bool = True, host: int = 0) -> Verdict:
     """Judge whether a program fits.
 
     Args:
@@ -34,9 +35,11 @@ def judge(peak: Peak, usable: int, *, complete: bool = True) -> Verdict:
       usable: Bytes that a program may use on one device.
       complete: Whether every primitive of the program has a rule. If not, the upper end may be too
         low, and the program never counts as fitting.
+      host: Bytes of the host's memory for each device; 0 if that is not known.
     """
-    if peak.sure > usable or peak.low > _LOWER * usable:
+    known = host or math.inf
+    if peak.sure > usable or peak.low > _LOWER * usable or peak.host > known:
         return Verdict.DOES_NOT_FIT
-    if complete and peak.high <= _SAFE * usable:
+    if complete and peak.high <= _SAFE * usable and peak.host <= _SAFE * known:
         return Verdict.FITS
     return Verdict.CLOSE

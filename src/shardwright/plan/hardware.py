@@ -23,6 +23,7 @@ SliceShape = tuple[int, ...]
 _CELLS: Final = ("bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps")
 # Rates of matmuls in other types. A type without a rate has that of bfloat16.
 _TYPES: Final = ("fp8_tflops", "f32_tflops")
+_HOST: Final = ("host_gbps", "host_gib")
 _NETWORKS: Final = ("infiniband_gbps", "roce_gbps", "efa_gbps", "tcpx_gbps", "tcpxo_gbps")
 
 
@@ -53,13 +54,13 @@ class _Keys:
 _SLICES: Final = _Keys(
     numbers=("dims", "devices_per_chip", "cube", "longest", "most_chips", "wraps"),
     lists=("shapes",),
-    optional=("dcn_gbps", *_TYPES),
+    optional=("dcn_gbps", *_TYPES, *_HOST),
 )
 _DOMAINS: Final = _Keys(
     numbers=("domain", "links"),
     flags=("nvlink", "switched", "switch_sums"),
     cells=(*_CELLS, "pool_share", "workspace_mib"),
-    optional=(*_TYPES, *_NETWORKS, "host_gbps"),
+    optional=(*_TYPES, *_NETWORKS, *_HOST),
 )
 # Names of slices in Google Cloud, such as v5litepod-16. Some of them count the cores of the chips,
 # which are two per chip: https://cloud.google.com/tpu/docs/supported-tpu-configurations
@@ -105,6 +106,7 @@ class Chip:
       workspace: Bytes of the pool that XLA gives to cuBLAS.
       networks: Network between domains -> bytes per second that one device sends over it.
       host_rate: Bytes per second between a device and its host, one way; 0 if that is not known.
+      host_bytes: Bytes of the host's memory for each device; 0 if that is not known.
     """
 
     name: str
@@ -132,6 +134,7 @@ class Chip:
     workspace: int = 0
     networks: Mapping[str, float] = dataclasses.field(default_factory=dict)
     host_rate: float = 0.0
+    host_bytes: int = 0
 
     def slices(self) -> Iterator[SliceShape]:
         """Yield the shapes of all slices. For GPUs, yield each number of devices of a domain."""
@@ -346,6 +349,7 @@ def _chip(name: str, cells: Mapping[str, Any]) -> Chip:
         workspace=int(cells.get("workspace_mib", {"value": 0})["value"] * 2**20),
         networks=networks,
         host_rate=rate("host_gbps", 1e9),
+        host_bytes=int(rate("host_gib", 2**30)),
     )
 
 

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.manager.core import Manager
-from shardwright.manager.memory import is_host
 from shardwright.mesh.build import mesh_sizes
 from shardwright.plan.attention_calls import AttentionCalls
 from shardwright.plan.fit import Verdict, judge
@@ -146,7 +145,8 @@ class PlanReport:
         if self.layout is None:
             return None
         usable = self.layout.topology.chip.hbm_bytes
-        return judge(self.memory, usable, complete=self.walked.complete)
+        host = self.layout.topology.chip.host_bytes
+        return judge(self.memory, usable, complete=self.walked.complete, host=host)
 
     @property
     def time(self) -> TimeRange | None:
@@ -170,6 +170,11 @@ class PlanReport:
             each.runs * between(each.kind, each.mesh_axes, each.logical_bytes)
             for each in self.events
         )
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that move between one device and the memory of its host in all runs."""
+        return self.walked.work.host_bytes
 
     def by_mesh_axes(self) -> dict[tuple[str, ...], int]:
         """Return the bytes that one device sends over each set of mesh axes."""
@@ -206,6 +211,12 @@ class PlanReport:
 
     def __str__(self) -> str:
         return text_of(self)
+
+
+def host_too_small(report: PlanReport) -> bool:
+    """Tell whether the memory of the host is known, and the program needs more of it."""
+    host = 0 if report.layout is None else report.layout.topology.chip.host_bytes
+    return bool(host) and report.memory.host > host
 
 
 def plan(
@@ -299,7 +310,6 @@ def price(
       ShardingError: An annotation does not resolve.
     """
     shapes = program.shapes
-    _check_on_device(manager, traced)
     # Before the walk, which takes the first of several possible roles of an output.
     check_outputs(traced, manager)
     _check_weights(manager, traced, program)
@@ -363,30 +373,6 @@ def _check_weights(manager: Manager, traced: Trace, program: Program) -> None:
         what += f"weight, which is stored otherwise: {', '.join(arrays[:_NAMED])}{more}"
         problems.append(Problem(error=StrategyError, what=what, fix=fix))
     raise_problems(problems)
-
-
-def _check_on_device(manager: Manager, traced: Trace) -> None:
-    """Refuse a program with values in host memory: the walk counts all values on the device.
-
-    Raises:
-      StrategyError: A rule, or the sharding of an argument, puts a value into host memory.
-    """
-    what, path, rule = "", "", manager.rules.saved.ref
-    if rule is not None:
-        what = "what rematerialization saves is in host memory"
-    for given in traced.inputs:
-        if isinstance(given, ShardingRequest) and (found := manager.answer(given)).on_host:
-            what, path, rule = "the array is in host memory", found.path, found.memory
-            break
-        if isinstance(given, NamedSharding) and is_host(given.memory_kind):
-            what, path, rule = "an argument is in host memory", "", None
-            break
-    if what:
-        fix = "plan it on the device: "
-        fix += 'write "device" in that line, or ' if rule is not None else ""
-        fix += "pass shardings in device memory, such as those of a strategy without [memory]"
-        what += ", and a plan counts the memory of devices only"
-        raise StrategyError(what, path=path, rule=str(rule or ""), fix=fix)
 
 
 def _with_gather(

@@ -18,6 +18,7 @@ from shardwright.vocabulary.shown import data_of
 
 # Share of the peak that matmuls reach at the upper end of the range.
 _LEAST_USE: Final = 0.5
+_NOTHING: Final = SecondsRange(low=0.0, high=0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,23 +30,25 @@ class TimeRange:
       memory: Time to read and write memory: at least each argument once, at most the operands and
         results of all matmuls.
       links: Mesh axes -> time of the collectives over them.
+      host: Time of the moves between the memories of device and host.
     """
 
     matmuls: SecondsRange
     memory: SecondsRange
     links: dict[tuple[str, ...], SecondsRange]
+    host: SecondsRange = _NOTHING
 
     @property
     def low(self) -> float:
         """Seconds if everything overlaps."""
         sent = [span.low for span in self.links.values()]
-        return max(self.matmuls.low, self.memory.low, *sent)
+        return max(self.matmuls.low, self.memory.low, self.host.low, *sent)
 
     @property
     def high(self) -> float:
         """Seconds if only matmuls and their memory traffic overlap."""
         sent = sum(span.high for span in self.links.values())
-        return max(self.matmuls.high, self.memory.high) + sent
+        return max(self.matmuls.high, self.memory.high) + sent + self.host.high
 
     def to_json(self) -> dict[str, Any]:
         """Return the range and its parts as plain data, in seconds."""
@@ -68,6 +71,7 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
     )
     # The smallest branches are taken to have the types of the largest ones.
     low = high * work.min_flops / max(work.flops, 1)
+    moved = work.host_bytes / chip.host_rate if chip.host_rate else 0.0
     # Matmuls may read an argument several times or, as a table of embeddings, not at all.
     read = max(state_bytes, walked.matmul_bytes) / chip.hbm_rate
     links: dict[tuple[str, ...], SecondsRange] = {}
@@ -89,4 +93,6 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
         matmuls=SecondsRange(low=low, high=high / _LEAST_USE),
         memory=SecondsRange(low=state_bytes / chip.hbm_rate, high=read),
         links=links,
+        # At best, half of the bytes go each way at once.
+        host=SecondsRange(low=moved / 2, high=moved),
     )

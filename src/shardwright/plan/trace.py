@@ -23,6 +23,13 @@ from shardwright.errors import (
 from shardwright.manager import context
 from shardwright.manager.core import Manager
 from shardwright.manager.effect import Decided, Effect, constrain, constrain_weight
+from shardwright.manager.memory import (
+    OffloadedState,
+    holds_params,
+    host_kind,
+    in_host_memory,
+    is_host,
+)
 from shardwright.plan.annotate import Annotation, annotate, annotate_axes_p, annotate_weight
 from shardwright.plan.attention_calls import AttentionCalls, read_attention_calls
 from shardwright.plan.renaming import Renaming, find_renaming
@@ -35,10 +42,11 @@ from shardwright.resolution import resolver
 from shardwright.resolution.decisions import DimDecision, Resolution, RuleRef
 from shardwright.resolution.pipeline import STAGES, Pipeline
 from shardwright.resolution.request import ShardingRequest
-from shardwright.resolution.rules import SavedActivations, without_mesh_axis
+from shardwright.resolution.rules import MemoryRule, SavedActivations, without_mesh_axis
 from shardwright.trees.annotated import Leaf, annotated_leaves
 from shardwright.vocabulary.annotations import ArraySpec, PartOf
 from shardwright.vocabulary.axes import Role
+from shardwright.vocabulary.modes import MODE_TRAIN
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +76,7 @@ class Trace:
       answers: The requests whose answers may have changed the trace.
       mesh: Size of each mesh axis.
       attention: Rules of the strategy that choose an implementation of attention.
+      memory: Rules of the strategy that put arrays on the host, where their types are others.
       saved: Rules of the strategy that choose what rematerialization saves.
       pipeline: `[pipeline]` of the strategy, or None.
       attention_calls: The calls of attention, and the implementation that each takes.
@@ -82,6 +91,7 @@ class Trace:
     answers: tuple[TracedRequest, ...]
     mesh: Mapping[str, int]
     attention: tuple[tuple[str, RuleRef], ...]
+    memory: tuple[MemoryRule, ...]
     saved: SavedActivations
     pipeline: Pipeline | None = None
     unclear: tuple[tuple[ShardingRequest, ...], ...] = ()
@@ -100,7 +110,7 @@ class Trace:
         It is empty if the trace itself fits. Otherwise the trace is planned under the manager with
         other names of mesh axes. The program must be for `any_mesh`.
         """
-        if self.saved != manager.rules.saved:
+        if not self.moves_alike(manager):
             return None
         if self.fits_all and not is_typed(manager):
             return {}
@@ -110,6 +120,11 @@ class Trace:
             return {} if self.fits(manager) else None
         pairs = ((known.spec, manager.answer(known.request).spec) for known in self.answers)
         return find_renaming(pairs, self.mesh, dict(manager.mesh.shape))
+
+    def moves_alike(self, manager: Manager) -> bool:
+        """Tell whether the rules put the same values on the host."""
+        rules = manager.rules
+        return self.memory == rules.memory and self.saved == rules.saved
 
     def _runs_alike(self, manager: Manager) -> bool:
         """Tell whether rules other than those of axes choose the same program."""
@@ -123,7 +138,7 @@ class Trace:
         have the same mesh sizes, rules of attention and pipeline, and resolve each request to the
         same spec.
         """
-        if self.saved != manager.rules.saved:
+        if not self.moves_alike(manager):
             return False
         if self.typed_for is not None or is_typed(manager):
             return self.typed_for == manager
@@ -177,6 +192,8 @@ class Recorder:
             assert use.placement is not None
             self._keep(use.request, use.placement.spec)
             return annotate(constrain_weight(w, use, stored), Annotation(use.request))
+        if in_host_memory(w):
+            w = jax.device_put(w, jax.memory.Space.Device)
         return annotate_weight(w, Annotation(use.request), Annotation(stored.request))
 
 
@@ -235,15 +252,14 @@ def trace(
             "were given",
             fix="give one annotation, or a tree of annotations, for each argument",
         )
-    # On an Auto mesh, shardings of the arguments would become part of the trace, which many
-    # strategies share. On an Explicit mesh, JAX needs them in the types.
-    shardings = [_sharding(each, planning) if recorder.typed else None for each in inputs]
+    # Not by the planning manager, which would record the requests as those of the program.
+    shardings = [_type_sharding(each, manager) for each in inputs]
     arguments = jax.tree.unflatten(structure, map(argument_of, leaves, shardings))
 
     def traced_once(*arguments: Any) -> Any:
         # A new function for each call: when it is freed, JAX frees its trace too.
         try:
-            return function(*arguments)
+            return fetching(planning, function)(*arguments)
         except Exception as error:
             # `jit` removes JAX's frames from the traceback, and they tell who raised the error.
             if not recorder.typed or not _jax.refuses_shardings(error):
@@ -283,6 +299,7 @@ def trace(
         answers=tuple(recorder.answers.values()),
         mesh=dict(manager.mesh.shape),
         attention=manager.rules.attention,
+        memory=manager.rules.memory,
         saved=manager.rules.saved,
         pipeline=manager.rules.pipeline,
         attention_calls=attention_calls,
@@ -299,12 +316,71 @@ def argument_of(leaf: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStru
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak, sharding=sharding)
 
 
-def _sharding(given: ShardingRequest | NamedSharding | None, manager: Manager) -> NamedSharding:
+def sharding_of(given: ShardingRequest | NamedSharding | None, manager: Manager) -> NamedSharding:
     """Return the sharding of an argument on the manager's mesh. By default, it is replicated."""
     if isinstance(given, ShardingRequest):
         return manager.sharding_of(manager.answer(given))
+    if given is None:
+        return NamedSharding(manager.mesh, PartitionSpec())
     # Its own mesh may have devices, or other axis types.
-    return NamedSharding(manager.mesh, PartitionSpec() if given is None else given.spec)
+    return NamedSharding(manager.mesh, given.spec, memory_kind=given.memory_kind)
+
+
+def _type_sharding(
+    given: ShardingRequest | NamedSharding | None, manager: Manager
+) -> NamedSharding | None:
+    """Return the part of the sharding of an argument that JAX needs in its type, or None."""
+    if is_typed(manager):
+        return sharding_of(given, manager)
+    # Over Auto axes, specs would become part of the trace, which many strategies share.
+    if not _is_on_host(given, manager):
+        return None
+    return NamedSharding(manager.mesh, PartitionSpec(), memory_kind=host_kind(manager.mesh, None))
+
+
+def _is_on_host(given: ShardingRequest | NamedSharding | None, manager: Manager) -> bool:
+    if isinstance(given, ShardingRequest):
+        return manager.answer(given).on_host
+    return given is not None and is_host(given.memory_kind)
+
+
+def fetching(manager: Manager, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that moves its arguments from the host first, as `jit_step` does.
+
+    If the rules put parameters on the host, it moves nothing: `gather` and `offloaded` do.
+    """
+    if holds_params(manager.rules, manager.mode or MODE_TRAIN):
+        return function
+
+    def move(x: Any) -> Any:
+        if isinstance(x, OffloadedState) or not in_host_memory(x):
+            return x
+        return jax.device_put(x, jax.memory.Space.Device)
+
+    return lambda *arguments: function(
+        *jax.tree.map(move, arguments, is_leaf=lambda x: isinstance(x, OffloadedState))
+    )
+
+
+def hosted_outputs(traced: Trace, manager: Manager, donated: Sequence[bool]) -> list[bool]:
+    """Return, per output, whether it is returned in the memory of the host.
+
+    Its annotation says so. If that is not clear, the output is where the donated argument is whose
+    memory it takes: as in JAX, the first one of the same shape and dtype.
+    """
+    waiting: dict[Any, list[bool]] = {}
+    for given, variable, may in zip(traced.inputs, traced.jaxpr.invars, donated, strict=True):
+        if may:
+            key = variable.aval.shape, variable.aval.dtype
+            waiting.setdefault(key, []).append(_is_on_host(given, manager))
+    unclear = {id(requests[0]) for requests in traced.unclear}
+    hosted = []
+    for goal, variable in zip(traced.outputs, traced.jaxpr.outvars, strict=True):
+        same = waiting.get((variable.aval.shape, variable.aval.dtype), [])
+        aliased = bool(same) and same.pop(0)
+        is_clear = goal is not None and id(goal) not in unclear
+        hosted.append(_is_on_host(goal, manager) if is_clear else aliased)
+    return hosted
 
 
 def read_inputs(
@@ -506,5 +582,6 @@ def walk(
             target=target,
             kinds=kinds,
             donated=donated,
+            to_host=hosted_outputs(traced, manager, donated or [False] * len(inputs)),
             renaming=renaming,
         )

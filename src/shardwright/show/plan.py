@@ -67,6 +67,12 @@ def unsure_lines(report: PlanReport) -> list[str]:
     """Return the places where a plan is unsure, with the fix of each if there is one."""
     walked = report.walked
     unknown = sorted(walked.unknown.items())
+    untimed = []
+    chip = None if report.layout is None else report.layout.topology.chip
+    if chip is not None and not chip.host_rate and report.host_bytes:
+        fix = f"give [{chip.name}] a host_gbps in a file of --hardware"
+        moved = bytes_text(report.host_bytes)
+        untimed = [f"not timed: {moved} between device and host\n  fix   {fix}"]
     # A set, because an unrolled model reaches the same line once for each layer.
     idle = {(item.source, "+".join(item.mesh_axes)) for item in walked.idle}
     return [
@@ -80,6 +86,7 @@ def unsure_lines(report: PlanReport) -> list[str]:
             for choice in walked.choices
         ),
         *(f"idle: {axes} at {source}" for source, axes in sorted(idle)),
+        *untimed,
     ]
 
 
@@ -170,10 +177,15 @@ def fit_lines(peak: Peak, chip: Chip | None, *, complete: bool = True) -> list[s
         f"  at most {parts}",
     ]
     if chip is not None:
-        verdict = judge(peak, chip.hbm_bytes, complete=complete)
+        verdict = judge(peak, chip.hbm_bytes, complete=complete, host=chip.host_bytes)
         pool = f" ({chip.pool_share:.0%} of its memory)" if chip.domain else ""
         usable = f"{bytes_text(chip.hbm_bytes)} usable on {chip.name}{pool}"
         lines.append(f"  {usable}: {_VERDICTS[verdict]}")
+    if peak.host:
+        lines.append(f"memory of the host for each device: {bytes_text(peak.host)}")
+        if chip is not None:
+            known = f"{bytes_text(chip.host_bytes)} on {chip.name}" if chip.host_bytes else ""
+            lines[-1] += f" of {known or f'a size that is not known of {chip.name}'}"
     live = live_rows(peak.live)
     return [*lines, *(remarked_table([LIVE_HEAD, *live], indent="  ") if live else [])]
 
@@ -246,6 +258,9 @@ def time_rows(time: TimeRange, layout: Layout) -> list[tuple[str, float, float, 
             f"{chip.hbm_rate / 1e9:g} GB/s; each argument once, at most all operands",
         ),
     ]
+    if time.host.high:
+        how = f"{chip.host_rate / 1e9:g} GB/s one way; at best both ways at once"
+        parts.append(("host link", time.host, how))
     for axes, span in time.links.items():
         parts.append(("+".join(axes), span, _rates_text(axes, layout)))
     whole = SecondsRange(low=time.low, high=time.high)
@@ -276,7 +291,7 @@ def plan_data(report: PlanReport) -> dict[str, Any]:
         **named(walked, "complete", "unknown"),
         **named(report, "attention", "events"),
         **named(walked, "choices", "idle", "flops", "matmul_bytes"),
-        **named(report, "sent_bytes", "slice_bytes"),
+        **named(report, "sent_bytes", "slice_bytes", "host_bytes"),
     }
 
 
@@ -302,4 +317,4 @@ def _layout(layout: Layout) -> dict[str, Any]:
 def _time(time: TimeRange) -> dict[str, Any]:
     """Return the range and its parts, in seconds."""
     links = {"+".join(axes): plain(span) for axes, span in time.links.items()}
-    return {**named(time, "low", "high", "matmuls", "memory"), "links": links}
+    return {**named(time, "low", "high", "matmuls", "memory", "host"), "links": links}

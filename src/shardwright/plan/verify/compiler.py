@@ -57,7 +57,7 @@ _USED = re.compile(
     r"(?: of |\) exceeds available HBM \()[0-9.]+[KMGT]?"
 )
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_FORMAT: Final = 2  # version of the results on disk; a new one makes old results unused
+_FORMAT: Final = 3  # version of the results on disk; a new one makes old results unused
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,8 @@ class Compiled:
       target: What it was compiled for.
       collectives: Collectives of the compiled program.
       memory: Bytes on one device by name: `argument_size`, `output_size`, `alias_size`,
-        `temp_size`, `peak_memory`. Empty if the compiler refused the program.
+        `temp_size`, `peak_memory`, `host_argument_size`, `host_temp_size`. Empty if the compiler
+        refused the program.
       seconds: Seconds that the compile took.
       refused: The compiler's message if the program needs more memory than the chip has, or "".
       hlo: Text of the compiled program if it was asked for, else "".
@@ -132,16 +133,25 @@ class Compiled:
 
     @property
     def peak(self) -> int | None:
-        """Most bytes that the program needs on one device at one time, or None if unknown."""
+        """Most bytes that the program needs on one device at one time, or None if unknown.
+
+        No field of a compiler has it if the program has temporary arrays on the host.
+        """
         if self.refused:
             match = _USED.search(self.refused)
             return None if match is None else int(float(match[1]) * _UNITS[match[2]])
+        if self.memory.get("host_temp_size"):
+            return None
         if self.target.platform == "gpu":
             # XLA for GPUs allocates all temporary arrays at once, in one buffer.
             parts = ("argument_size", "output_size", "temp_size")
             return sum(self.memory[part] for part in parts) - self.memory["alias_size"]
         # XLA for CPUs leaves temporary arrays out of the peak (measured with JAX 0.10.2).
-        return self.memory["peak_memory"] if self.target.platform == "tpu" else None
+        if self.target.platform == "cpu":
+            return None
+        # The peak of libtpu counts arguments on the host. Without them, it is the total in the
+        # message of a smaller chip that refuses the program, to four digits.
+        return self.memory["peak_memory"] - self.memory.get("host_argument_size", 0)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""

@@ -8,15 +8,15 @@ from typing import Any, Final
 
 import jax
 import jax.export
-from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from shardwright.errors import ProgramError, ShardingError
 from shardwright.manager import context
 from shardwright.manager.core import Manager
+from shardwright.manager.memory import DEVICE, HOST, in_host_memory
 from shardwright.plan.planner import Program
-from shardwright.plan.trace import Trace, argument_of
+from shardwright.plan.trace import Trace, argument_of, fetching, hosted_outputs, sharding_of
 from shardwright.resolution.partition_specs import entry_names
-from shardwright.resolution.request import ShardingRequest
 
 # Chips that libtpu compiles for: the kind and the cores of a device, as JAX names them there.
 DEVICES: Final = {
@@ -77,16 +77,9 @@ def export_program(
     )
     abstract = manager.having(mesh=mesh)
 
-    def sharding(source: ShardingRequest | NamedSharding | None) -> NamedSharding | None:
-        if source is None:
-            return None
-        if isinstance(source, NamedSharding):
-            return NamedSharding(mesh, source.spec)
-        return NamedSharding(mesh, abstract.answer(source).require())
-
     leaves, structure = jax.tree.flatten(tuple(program.shapes))
     arguments = [
-        argument_of(leaf, sharding(source) or NamedSharding(mesh, jax.P()))
+        argument_of(leaf, sharding_of(source, abstract))
         for leaf, source in zip(leaves, traced.inputs, strict=True)
     ]
     donated = [
@@ -95,14 +88,25 @@ def export_program(
         for _ in jax.tree.leaves(tree)
     ]
 
+    hosted = hosted_outputs(traced, abstract, donated)
+
     # Lists of arrays: `jax.export` serializes only those classes that are registered with it.
     def flat(*arrays: Any) -> list[Any]:
-        return jax.tree.leaves(program.function(*jax.tree.unflatten(structure, arrays)))
+        function = fetching(abstract, program.function)
+        results = jax.tree.leaves(function(*jax.tree.unflatten(structure, arrays)))
+        return [
+            jax.device_put(x, jax.memory.Space.Host) if goes and not in_host_memory(x) else x
+            for x, goes in zip(results, hosted, strict=True)
+        ]
 
     positions = tuple(at for at, may_overwrite in enumerate(donated) if may_overwrite)
+    goals = [None if goal is None else sharding_of(goal, abstract) for goal in traced.outputs]
     step = jax.jit(
         flat,
-        out_shardings=[sharding(goal) for goal in traced.outputs],
+        out_shardings=[
+            None if goal is None else goal.with_memory_kind(HOST if goes else DEVICE)
+            for goal, goes in zip(goals, hosted, strict=True)
+        ],
         donate_argnums=positions,
     )
     try:
@@ -141,7 +145,7 @@ _LOCATION = re.compile(
 _CALLS = [
     jax.export.DisabledSafetyCheck.custom_call(name)
     for name in (
-        *("tpu_custom_call", "LayoutConstraint"),
+        *("tpu_custom_call", "LayoutConstraint", "annotate_device_placement"),
         *("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"),
     )
 ]

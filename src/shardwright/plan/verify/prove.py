@@ -135,7 +135,7 @@ def prove(
     Raises:
       ProgramError: A worker died or ran out of time, or the compiler cannot compile a program.
     """
-    # A program is exported as if all of its arguments were on the device.
+    # Compiled programs say so too, but not by the paths of arguments.
     hosted = [_on_host(each.decided) for each in (left, right)]
     if hosted[0] != hosted[1]:
         place = min(hosted[0] ^ hosted[1])

@@ -25,11 +25,15 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwright import _jax
+from shardwright.manager.memory import HOST
 from shardwright.mesh.build import arrange_devices
 from shardwright.mesh.text import MeshSpec
 from shardwright.plan.collectives.read import read_collectives
 
-_MEMORY = ("argument_size", "output_size", "alias_size", "temp_size", "peak_memory")
+_MEMORY = (
+    *("argument_size", "output_size", "alias_size", "temp_size", "peak_memory"),
+    *("host_argument_size", "host_temp_size"),
+)
 _CONSTANT = re.compile(r" constant\((\{[^\n]*?\})\)")
 _LITERAL = 100  # characters of the values of a constant that stay in the text
 
@@ -65,7 +69,9 @@ def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any
             aval.shape,
             aval.dtype,
             sharding=NamedSharding(
-                mesh, PartitionSpec(*(tuple(names) or None for names in entries))
+                mesh,
+                PartitionSpec(*(tuple(names) or None for names in entries)),
+                memory_kind=HOST if aval.memory_space is jax.memory.Space.Host else None,
             ),
         )
         for aval, entries in zip(exported.in_avals, request["specs"], strict=True)

@@ -33,7 +33,7 @@ from shardwright.plan.walk.padding import (
 )
 from shardwright.plan.walk.platform import for_gpus
 from shardwright.plan.walk.step import PlanStep
-from shardwright.plan.walk.values import ShardedValue, axes_of, local_elements
+from shardwright.plan.walk.values import ShardedValue, axes_of, local_elements, on_host
 from shardwright.trees.tensors import whole_bytes
 
 # A compiler fuses these into all their uses.
@@ -44,7 +44,7 @@ _CHEAP: Final = frozenset(
     }
 )
 # A compiler fuses these into their use if there is only one.
-_FUSED: Final = ELEMENTWISE | _CHEAP | (CUTS - {"sort", "top_k"})
+_FUSED: Final = (ELEMENTWISE | _CHEAP | (CUTS - {"sort", "top_k"})) - {"device_put"}
 # Expensive enough that XLA does not always compute them twice to save memory.
 _COSTLY: Final = frozenset(
     {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "pow"}
@@ -82,7 +82,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
     births: list[Buffer | None] = [
         None
         # Kernels compute constants and iotas themselves, so these have no buffer.
-        if value.free
+        if value.free or _is_written_carry(step)
         else _labeled(
             _born(
                 step.name,
@@ -120,6 +120,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
     if step.name == "scan":
         _shard_sums(step, births)
     _unadded(step, values, births)
+    _mark_hosted(step, values, births, operands)
     ledger.timeline.add(
         operands,
         [birth for birth in (*births, *copies) if birth is not None],
@@ -130,14 +131,46 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         # The result of a constraint is the moved operand, which must not count twice.
         moved=0 if step.name in CONSTRAINTS else ledger.moved + parts,
         parts=held,
+        # XLA may copy an argument from the host at the start, or when it is first read (measured
+        # for the optimizer state of an 8B step on v5p: both happen).
+        early=step.name == "device_put"
+        and any(each.host and _is_argument(each) for each in operands),
     )
     pairs_of = zip(values, births, strict=True)
     return [dataclasses.replace(value, buffer=birth) for value, birth in pairs_of]
 
 
+def _is_argument(buffer: Buffer) -> bool:
+    return buffer.kind not in (TEMPORARY, LOOPS)
+
+
 def _labeled(buffer: Buffer, dtype: Any, shape: tuple[int, ...], source: str) -> Buffer:
     buffer.dtype, buffer.shape, buffer.source = str(dtype), shape, source
     return buffer
+
+
+def _mark_hosted(
+    step: PlanStep,
+    results: Sequence[ShardedValue],
+    births: Sequence[Buffer | None],
+    operands: Sequence[Buffer],
+) -> None:
+    """Note the bytes of results on the host."""
+    for birth, value, aval in zip(births, results, step.results, strict=True):
+        if birth is not None:
+            birth.host = step.ledger.host_bytes(aval, value.dims)
+    if _is_written_carry(step):
+        for each in {root for operand in operands for root in (operand, *roots(operand))}:
+            if not _is_argument(each):
+                each.host = 0  # the device writes it straight into the carry
+
+
+def _is_written_carry(step: PlanStep) -> bool:
+    """Tell whether an equation writes a part of a loop's carry, which XLA does in place.
+
+    The carry is counted outside of the loop. So it has no buffer, and neither has the result.
+    """
+    return step.name in _WRITES and not step.values[0].free and step.values[0].buffer is None
 
 
 def _mark_reduced(name: str, operands: Iterable[Buffer]) -> None:
@@ -245,7 +278,7 @@ def _copies(step: PlanStep) -> list[Buffer]:
     for at, value in enumerate(step.values):
         weight = value.buffer
         # Only arguments have a fixed layout. XLA lays other arrays out as their readers need.
-        if weight is None or weight.kind in (TEMPORARY, LOOPS):
+        if weight is None or not _is_argument(weight):
             continue
         if at in copied and weight not in ledger.copies:
             ledger.copies[weight] = Buffer(size=weight.size, kind=TEMPORARY)
@@ -291,7 +324,10 @@ def _split(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
 def _changes_nothing(step: PlanStep, values: Sequence[ShardedValue]) -> bool:
     if step.name in NAMES:
         return True
-    if step.name not in CONSTRAINTS:
+    is_move = step.name == "device_put" and len(values) == 1
+    if step.name not in CONSTRAINTS and not is_move:
+        return False
+    if on_host(step.avals[0]) != on_host(step.results[0]):
         return False
     before = step.values[0]
     # A free value has no buffer that the result could take over.
@@ -332,7 +368,7 @@ def _overwritten(equation: Any, operands: Sequence[Buffer | None]) -> list[Buffe
     """Return the operands whose memory the result may take."""
     name = equation.primitive.name
     chosen: Sequence[Buffer | None] = ()
-    if name in ELEMENTWISE:
+    if name in ELEMENTWISE and name != "device_put":
         chosen = operands
     elif name in _WRITES:
         chosen = operands[:1]

@@ -33,6 +33,7 @@ class Buffer:
       dtype: Element type, or "" if it is not known.
       shape: Shape on one device.
       source: Line of the model that makes it, `model.py:12`, or "".
+      host: Bytes in the memory of the host. Then `size` is 0.
     """
 
     size: int
@@ -48,6 +49,7 @@ class Buffer:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     source: str = ""
+    host: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,7 @@ class Peak:
       high: Bytes if the compiler fuses only what it always fuses.
       kinds: Kind -> bytes at the time of `high`.
       live: The values in memory at the time of `high`, the largest first.
+      host: The most bytes that are in the memory of the host at one time, for each device.
     """
 
     sure: int = 0
@@ -88,6 +91,7 @@ class Peak:
     high: int = 0
     kinds: Mapping[str, int] = dataclasses.field(default_factory=dict)
     live: tuple[Live, ...] = dataclasses.field(default=(), compare=False)
+    host: int = 0
 
     @staticmethod
     def most(peaks: Iterable[Peak]) -> Peak:
@@ -98,8 +102,9 @@ class Peak:
         highest = max(peaks, key=lambda peak: peak.high)
         low = max(peak.low for peak in peaks)
         sure = max(peak.sure for peak in peaks)
+        host = max(peak.host for peak in peaks)
         # The ends may be of different programs. `kinds` and `live` belong to `high`.
-        return dataclasses.replace(highest, sure=sure, low=low)
+        return dataclasses.replace(highest, sure=sure, low=low, host=host)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -128,7 +133,8 @@ class Entry:
       matmul: Whether it is a matmul.
       moved: Bytes of the copies of its operands that are in another sharding.
       parts: Bytes of the parts of its result that a collective matmul holds at least.
-      early: Whether its results are computed at the start of the program.
+      early: Whether its results are made at the start of the program, at the upper end of the
+        peak. At the lower end, they are made right before the first equation that reads them.
     """
 
     uses: tuple[Buffer, ...]

@@ -126,6 +126,7 @@ class Work:
       matmul_bytes: Bytes that the matmuls read and write; of a `cond`, those of the largest.
       repeated_flops: The part of `flops` that repeats others: those of the forward pass, or those
         of the devices along an idle mesh axis.
+      host_bytes: Bytes that move between the memories of the device and its host, both ways.
     """
 
     flops: int = 0
@@ -134,6 +135,7 @@ class Work:
     f32_flops: int = 0
     matmul_bytes: int = 0
     repeated_flops: int = 0
+    host_bytes: int = 0
 
     def __add__(self, other: Work) -> Work:
         """Return the work of both."""
@@ -144,6 +146,7 @@ class Work:
             f32_flops=self.f32_flops + other.f32_flops,
             matmul_bytes=self.matmul_bytes + other.matmul_bytes,
             repeated_flops=self.repeated_flops + other.repeated_flops,
+            host_bytes=self.host_bytes + other.host_bytes,
         )
 
     @staticmethod
@@ -157,6 +160,7 @@ class Work:
             min_flops=min(branch.min_flops for branch in branches),
             matmul_bytes=max(branch.matmul_bytes for branch in branches),
             repeated_flops=max(branch.repeated_flops for branch in branches),
+            host_bytes=max(branch.host_bytes for branch in branches),
         )
 
 

@@ -25,6 +25,7 @@ from shardwright.plan.walk.values import (
     axes_of,
     dims_of_spec,
     local_elements,
+    on_host,
     shards,
 )
 from shardwright.resolution.partition_specs import entry_names
@@ -125,8 +126,21 @@ class Ledger:
         return tuple(-(-size // shards(axes, self.sizes)) for size, axes in pairs)
 
     def local_bytes(self, aval: Any, dims: Dims) -> int:
-        """Return the bytes of a value on one device."""
+        """Return the bytes of a value on one device: none if it is on the host."""
+        return 0 if on_host(aval) else self._bytes(aval, dims)
+
+    def host_bytes(self, aval: Any, dims: Dims) -> int:
+        """Return the bytes of a value on the host, for each device: none if it is on the device."""
+        return self._bytes(aval, dims) if on_host(aval) else 0
+
+    def _bytes(self, aval: Any, dims: Dims) -> int:
         return whole_bytes(local_elements(aval.shape, dims, self.sizes), aval.dtype)
+
+    def cross_host_link(self, aval: Any, value: ShardedValue, runs: int) -> None:
+        """Count the bytes of a move between the memories of host and device."""
+        self.work += Work(host_bytes=runs * self._bytes(aval, value.dims))
+        if value.buffer is not None and not on_host(aval):
+            value.buffer.operands = None  # the copy reads it from memory
 
     def move(
         self,

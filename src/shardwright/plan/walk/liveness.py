@@ -101,7 +101,7 @@ class Timeline:
         for entry in self._entries:
             later = [each for buffer in entry.births for each in waiting.pop(buffer, ())]
             entries += [entry, *later]
-        return [*entries, *(each for later in waiting.values() for each in later)]
+        return _late([*entries, *(each for later in waiting.values() for each in later)])
 
     def peak(
         self,
@@ -141,14 +141,26 @@ class Timeline:
         high, live = max(most, key=lambda end: end[0])
         outputs = frozenset() if within else frozenset(results)
         sure = self._sure(ways[Fusion.NARROW], results, outputs)
+        # What is on the host is never fused, so both ways of fusing give one number.
+        host = self._lowest_peak(
+            ways[Fusion.NARROW],
+            lambda buffer: 0 if buffer in stacked else buffer.host,
+            lambda entry: entry.inner.host,
+        )
         low = min(self._at_best(way, outputs, stacked) for way in ways.values())
+        if any(map(_is_fetch, self._entries)):
+            self._entries = _one_by_one(self._entries)
+            reads = find_reads(self._entries, results, stacked)
+            orders = (fused_buffers(self._entries, reads, each) for each in Fusion)
+            others = [self._way(fused, results, kept) for fused in orders]
+            low = min(low, *(self._at_best(way, outputs, stacked) for way in others))
         if self.recomputes:
             # Another order of matmuls cannot save what every compiler keeps.
             low -= max(low - sure, 0) // _REMAT
         kinds: Counter[str] = Counter()
         for present in live:
             kinds[present.kind] += present.size
-        return Peak(sure=sure, low=low, high=high, kinds=dict(kinds), live=live)
+        return Peak(sure=sure, low=low, high=high, kinds=dict(kinds), live=live, host=host)
 
     def _sure(self, way: _Lifetimes, results: Sequence[Buffer], outputs: frozenset[Buffer]) -> int:
         """Return the bytes of the values that every compiler keeps."""
@@ -300,6 +312,63 @@ class Timeline:
             peak = max(peak, alive.total + extra(entry))
             alive.end(at)
         return peak
+
+
+def _late(entries: Sequence[Entry]) -> list[Entry]:
+    """Return equations, those with early results right before the first one that reads them."""
+    makers = {birth: entry for entry in entries if entry.early for birth in entry.births}
+    ordered: dict[int, Entry] = {}  # by id: equal entries are two equations
+
+    def place(entry: Entry) -> None:
+        for use in entry.uses:
+            if use in makers:
+                place(makers[use])
+        ordered.setdefault(id(entry), entry)
+
+    for entry in entries:
+        if not entry.early:
+            place(entry)
+    unread = [entry for entry in entries if id(entry) not in ordered]
+    return [*unread, *ordered.values()]
+
+
+def _is_fetch(entry: Entry) -> bool:
+    """Tell whether an equation brings an argument from the host."""
+    return entry.early and any(use.host for use in entry.uses)
+
+
+def _one_by_one(entries: Sequence[Entry]) -> list[Entry]:
+    """Return equations in an order that needs few fetched arrays at a time.
+
+    optax computes one moment of all parameters, then the next one. A compiler may finish one
+    parameter before it fetches the state of the next. So of what depends on a fetch, the longest
+    chains come first, each right behind its operands and before its copies to the host.
+    """
+    makers: dict[Buffer, Entry] = {}
+    depths: dict[int, int] = {}  # by id: equal entries are two equations
+    copies: dict[Buffer, list[Entry]] = {}
+    behind: list[Entry] = []
+    for entry in entries:
+        above = [makers[use] for use in entry.uses if use in makers]
+        if above or _is_fetch(entry):
+            behind.append(entry)
+            depths[id(entry)] = 1 + max((depths[id(maker)] for maker in above), default=0)
+            makers.update(dict.fromkeys(entry.births, entry))
+            if not any(birth.size for birth in entry.births) and len(entry.uses) == 1:
+                copies.setdefault(entry.uses[0], []).append(entry)
+    ordered = {id(entry): entry for entry in entries if id(entry) not in depths}
+    for entry in sorted(behind, key=lambda entry: -depths[id(entry)]):
+        stack = [entry]
+        while stack:
+            above = [makers[use] for use in stack[-1].uses if use in makers]
+            waiting = [maker for maker in above if id(maker) not in ordered]
+            if waiting:
+                stack += waiting
+                continue
+            done = stack.pop()
+            for each in (done, *(copy for birth in done.births for copy in copies.get(birth, ()))):
+                ordered.setdefault(id(each), each)
+    return list(ordered.values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,12 +50,14 @@ from shardwright.plan.walk.values import (
     explicit_axes,
     merged_origins,
     most_runs,
+    on_host,
     shards,
     typed_dims,
 )
 
 _RULES: Final[Mapping[str, PlanRule]] = {
     **dict.fromkeys(ELEMENTWISE, elementwise.elementwise),
+    "device_put": shapes.device_put,
     **dict.fromkeys(REDUCTIONS, elementwise.reduction),
     **dict.fromkeys(CONSTRAINTS, shapes.constraint),
     **dict.fromkeys(SOURCES, PlanStep.anywhere),
@@ -258,6 +260,7 @@ def _with_memory(
             kind=kind,
             dtype=str(variable.aval.dtype),
             shape=ledger.local_shape(variable.aval, value.dims),
+            host=ledger.host_bytes(variable.aval, value.dims),
         )
         for variable, value, kind in zip(
             variables, inputs, kinds or ["inputs"] * len(inputs), strict=True
@@ -301,18 +304,20 @@ def _even(ledger: Ledger, value: ShardedValue, aval: Any) -> ShardedValue:
 
 
 def _given_out(
-    ledger: Ledger, value: ShardedValue, goal: ShardedValue | None, aval: Any
+    ledger: Ledger, value: ShardedValue, goal: ShardedValue | None, aval: Any, *, to_host: bool
 ) -> ShardedValue:
-    """Move an output to its sharding, and return it with its buffer.
+    """Move an output to its sharding and its memory, and return it with its buffer.
 
-    A part of a value is taken as soon as the value is computed. A gathered copy is made at the end.
+    A part of a value is taken as soon as the value is computed, and so is a copy on the host. A
+    gathered copy is made at the end.
     """
     sent = len(ledger.events)
     if goal is None:
         goal = _even(ledger, value, aval)
     moved = ledger.move(value, aval, goal.dims, WalkLocation(), origins=goal.origins)
     before = value.buffer
-    if moved.dims == value.dims and before is not None:
+    to_host = to_host and not on_host(aval)
+    if moved.dims == value.dims and before is not None and not to_host:
         return dataclasses.replace(moved, buffer=before)
     assert ledger.timeline is not None
     if before is not None and len(ledger.events) > sent:
@@ -322,7 +327,11 @@ def _given_out(
         kind=RESULTS,
         dtype=str(aval.dtype),
         shape=ledger.local_shape(aval, moved.dims),
+        host=ledger.host_bytes(aval, moved.dims),
     )
+    if to_host:
+        ledger.cross_host_link(aval, moved if before is None else value, 1)
+        buffer.size, buffer.host = 0, buffer.size
     early = before if before is not None and buffer.size <= before.size else None
     ledger.timeline.add([] if before is None else [before], [buffer], after=early)
     return dataclasses.replace(moved, buffer=buffer)
@@ -337,6 +346,7 @@ def walk_jaxpr(
     target: Callable[[Any, Ledger], ShardedValue | None] = written_target,
     kinds: Sequence[str] | None = None,
     donated: Sequence[bool] | None = None,
+    to_host: Sequence[bool] | None = None,
     renaming: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> Walked:
     """Walk a traced program and return what it sends and computes.
@@ -350,6 +360,7 @@ def walk_jaxpr(
         operand to.
       kinds: Memory category of each input. Defaults to `inputs` for all.
       donated: Per input, whether the program may overwrite it. By default, it may not.
+      to_host: Per output, whether it is returned in the memory of the host. Defaults to none.
       renaming: Mesh axes that take the place of those in the `shard_map`s of the jaxpr.
     """
     ledger = Ledger(sizes, renaming)
@@ -369,8 +380,10 @@ def walk_jaxpr(
     walker = ShardingWalker(ledger, target, masks=masks, mask_origins=merged_origins(ends))
     results = walker.run(jaxpr, inputs, wanted=wanted)
     results = [
-        _given_out(ledger, value, goal, variable.aval)
-        for goal, value, variable in zip(goals, results, jaxpr.outvars, strict=True)
+        _given_out(ledger, value, goal, variable.aval, to_host=hosted)
+        for goal, value, variable, hosted in zip(
+            goals, results, jaxpr.outvars, to_host or [False] * len(goals), strict=True
+        )
     ]
     overwritten = donated or [False] * len(inputs)
     kept = [value.buffer for value, given in zip(inputs, overwritten, strict=True) if not given]

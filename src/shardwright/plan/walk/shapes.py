@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from jax.extend.core import Literal
+from jax.sharding import NamedSharding
 
 from shardwright.dims.primitives import CUMULATIVE
 from shardwright.dims.table import correspondence
@@ -19,6 +20,7 @@ from shardwright.plan.walk.values import (
     axes_of,
     explicit_axes,
     merged_origins,
+    on_host,
     shards,
     typed_dims,
     with_kept,
@@ -133,6 +135,24 @@ def constraint(step: PlanStep) -> list[ShardedValue]:
         moved = step.ledger.move(value, step.avals[0], dims, step.location, origins=origins)
         step.scope.moved[key] = moved
     return [step.scope.moved[key]]
+
+
+def device_put(step: PlanStep) -> list[ShardedValue]:
+    """Follow moves between the memories of host and device, or to a sharding.
+
+    A move to a memory keeps the sharding, and so does remat, which names no sharding.
+    """
+    results = []
+    for at, (place, before, after) in enumerate(
+        zip(step.parameters["devices"], step.avals, step.results, strict=True)
+    ):
+        value = step.whole(at)
+        if isinstance(place, NamedSharding):
+            value = step.move(at, step.ledger.dims_of(place.spec, before.ndim))
+        if on_host(before) != on_host(after):
+            step.ledger.cross_host_link(before, value, step.location.runs)
+        results.append(value)
+    return results
 
 
 def _scattered_later(step: PlanStep, value: ShardedValue, dims: Dims) -> Dims:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
+import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from shardwright.plan.walk.entries import Buffer
@@ -116,6 +117,12 @@ def dims_of_spec(spec: Sequence[Any], ndim: int, sizes: Mapping[str, int]) -> Di
         else tuple(name for name in entry_names(entry) if name in sizes)
         for entry in entries
     )
+
+
+def on_host(aval: Any) -> bool:
+    """Tell whether a type is of values in the memory of the host."""
+    # A token is in no memory.
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 
 def explicit_axes(aval: Any) -> frozenset[str]:
