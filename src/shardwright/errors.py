@@ -299,6 +299,21 @@ def under(name: str, error: ShardingError) -> list[Problem]:
     ]
 
 
+def in_file(problem: Problem, file: str) -> Problem:
+    """Return a problem whose fix says in which table of which file a new rule belongs.
+
+    Args:
+      problem: The problem. If its rule is already in that file, it stays as it is.
+      file: The file in which the user of a strategy changes rules, or text that describes it. The
+        rule may be that of a preset.
+    """
+    edit = problem.edit
+    if not isinstance(edit, NewValue) or edit.source.rpartition(":")[0] in ("", file):
+        return problem
+    place = f"a fallback belongs in [{'.'.join(edit.table)}] of {file}"
+    return dataclasses.replace(problem, fix=f"{problem.fix}; {place}")
+
+
 def located(error: ShardingError, source: str) -> ShardingError:
     """Return an error whose problems name a line of the user's code, `model.py:12`."""
     if not source:

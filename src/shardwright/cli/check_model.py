@@ -29,7 +29,6 @@ from shardwright.plan.planner import Program, trace_program
 from shardwright.plan.search.rank import read_annotations
 from shardwright.plan.state import Category, read_holds
 from shardwright.resolution.resolver import left_open
-from shardwright.strategy.files import file_to_edit
 from shardwright.strategy.foreign_files import read_text
 from shardwright.strategy.limits import LONGEST_FILE
 from shardwright.trees.paths import is_array_spec, match_paths
@@ -127,8 +126,7 @@ def _resolve(label: str, mode: str, program: Program, setting: Setting) -> Check
             if found.problems:
                 error = located(ShardingError(problems=found.problems), each.source)
                 problems += error.problems
-    file = file_to_edit(setting.combined.name, setting.combined.source())
-    findings = dict.fromkeys(unresolved_finding(problem, file=file) for problem in problems)
+    findings = dict.fromkeys(unresolved_finding(each, file=setting.file) for each in problems)
     return Checked(strategy=f"{label} under {setting.strategy}", findings=tuple(findings))
 
 

@@ -6,7 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final
 
-from shardwright.errors import MeshMismatchError, MeshSpecError, ShardingError, StrategyError
+from shardwright.errors import (
+    MeshMismatchError,
+    MeshSpecError,
+    ShardingError,
+    StrategyError,
+    in_file,
+)
 
 OK: Final = 0
 FOUND: Final = 1
@@ -23,16 +29,20 @@ class FoundError(Exception):
 
 
 @contextlib.contextmanager
-def finding_problems() -> Iterator[None]:
+def finding_problems(file: str = "") -> Iterator[None]:
     """Turn errors about a program or a tree that was read, such as an indivisible size, into
     `FoundError`.
+
+    Args:
+      file: The file in which the user changes rules, for the fixes. Defaults to none.
     """
     try:
         yield
     except ShardingError as error:
         if code_of(error) == USAGE:
             raise
-        raise FoundError(error) from error
+        problems = [in_file(problem, file) if file else problem for problem in error.problems]
+        raise FoundError(type(error)(problems=problems)) from error
 
 
 def code_of(error: ShardingError) -> int:

@@ -22,7 +22,7 @@ from shardwright.mesh.build import (
     resolve_sizes,
 )
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
-from shardwright.strategy.files import strategy_names
+from shardwright.strategy.files import file_to_edit, strategy_names
 from shardwright.strategy.limits import MOST_ELEMENTS, has_too_many_elements
 from shardwright.vocabulary.annotations import stacked
 from shardwright.vocabulary.axes import EMPTY, canonical_axis
@@ -158,6 +158,11 @@ class Setting:
         # A part of 1 stays inside a slice.
         crossing = {axis: part for axis, part in self.dcn.items() if part > 1}
         return dataclasses.replace(topology, crossing=crossing)
+
+    @property
+    def file(self) -> str:
+        """The file in which its user changes rules, as text."""
+        return file_to_edit(self.combined.name, self.combined.source())
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -223,7 +223,7 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
             train=mode == MODE_TRAIN,
         )
 
-    with finding_problems():
+    with finding_problems(setting.file):
         state = count(manager)
     layout = None if topology is None else lay_out(topology, setting.sizes)
     needed = state.of().per_device

@@ -55,6 +55,7 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
             setting.manager.for_mode(mode),
             f"{arguments.model} for {mode_name(mode)}",
             topology=topology,
+            file=setting.file,
         )
         for mode, program in programs.items()
     }

@@ -19,7 +19,12 @@ from shardwright.vocabulary.modes import MODES, mode_name, parse_mode
 
 
 def plan_program(
-    program: Program, manager: PartitionManager, label: str, *, topology: Topology | None = None
+    program: Program,
+    manager: PartitionManager,
+    label: str,
+    *,
+    topology: Topology | None = None,
+    file: str = "",
 ) -> PlanReport:
     """Return the plan of one program.
 
@@ -28,12 +33,13 @@ def plan_program(
       manager: Strategy, mesh and mode.
       label: Name of the program in messages.
       topology: The slice that the mesh is on, or None.
+      file: The file in which the user changes rules, for the fixes of problems.
 
     Raises:
       StrategyError: The function raises.
       FoundError: An array has no spec, or the plan has another problem.
     """
-    with finding_problems(), user_code(label):
+    with finding_problems(file), user_code(label):
         return plan(
             manager,
             program.function,

@@ -11,6 +11,7 @@ from shardwright.errors import (
     ShapeRequiredError,
     ShardingError,
     UnknownAxisError,
+    in_file,
 )
 from shardwright.lints.finding import Code, Finding, Severity, dim_key, problem_text
 from shardwright.lints.subject import ResolvedTensor, Subject, axes_of, role_of
@@ -48,19 +49,16 @@ def unresolved_finding(problem: Problem, *, file: str, modes: str = "") -> Findi
 
     Args:
       problem: Its problem.
-      file: The file in which the user of the strategy changes rules. The rule may be in another.
+      file: The file in which the user of the strategy changes rules.
       modes: The end of the message.
     """
-    fix, edit = problem.fix, problem.edit
-    if isinstance(edit, NewValue) and edit.source and edit.source.rpartition(":")[0] != file:
-        fix += f"; a fallback belongs in [{'.'.join(edit.table)}] of {file}"
     return Finding(
         code=_code(problem),
         severity=Severity.ERROR,
         key=dim_key(problem.path, problem.dim, problem.axis),
         message=problem_text(problem) + modes,
-        fix=fix,
-        edit=edit,
+        fix=in_file(problem, file).fix,
+        edit=problem.edit,
     )
 
 
