@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import shardwright as sw
 
-WIDTH, ROWS, LAYERS = 512, 4096, 16
+WIDTH, ROWS, LAYERS = 512, 8192, 16
 MICROBATCH = WIDTH * ROWS * 4  # bytes: smaller ones lie in the VMEM of a TPU and do not count
 
 

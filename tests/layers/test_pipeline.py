@@ -302,6 +302,35 @@ def test_a_call_may_be_eager(kind: str) -> None:
         blocks.assert_close(step(*arrays), jax.jit(step)(*arrays))
 
 
+@pytest.mark.full
+def test_gradients_of_rows_in_16_bits() -> None:
+    """Their sum over pp is one of float32: XLA's CPU backend aborts at one of bfloat16."""
+
+    def layer(w: Any, x: Any, inputs: Any) -> Any:
+        hidden = jnp.tanh(x @ sw.gather(w, sw.EMBED, sw.EMPTY)) * inputs.rows
+        return sw.shard(x + hidden, sw.BATCH, sw.EMBED), None
+
+    w = RANDOM.normal(size=(8, 16, 16)).astype(np.float32) * 0.2
+    scales = RANDOM.normal(size=(32, 16)).astype(np.float32)
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        spec = sw.ArraySpec((16, 16), dtype, (sw.EMBED, sw.EMPTY))
+        specs = sw.stack_specs(spec, 8, repeats=2)
+
+        def total(w: Any, x: Any, rows: Any, specs: Any = specs) -> Any:
+            y, _ = sw.pipeline(layer, w, x, specs=specs, rows=rows)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        with manager("pp:4,fsdp:2", repeats=2) as pm:
+            x, rows = (
+                pm.shard(jnp.asarray(each, dtype), sw.BATCH, sw.EMBED) for each in (X[:, 0], scales)
+            )
+            stored = pm.shard(jnp.asarray(in_repeats(w, 2), dtype), specs, role="param")
+            found.append(jax.jit(jax.grad(total, (0, 1, 2)))(stored, x, rows))
+    assert all(each.dtype == jnp.bfloat16 for each in found[0])
+    blocks.assert_close(*found, rtol=5e-2)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "size"), [("rows", (32,), 16), ("streamed", (1, 4), 16), ("per_layer", (), 4)]
 )
