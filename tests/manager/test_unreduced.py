@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
+from shardwright.layers import embedding
 from shardwright.plan.collectives import read_collectives
 from shardwright.testing import cpu_mesh
 from tests.manager.programs import numbers
@@ -149,6 +150,22 @@ def test_gather_and_shard_keep_weights_reduced(preset: str, mesh: str, annotated
     for name, gradient in sums.items():
         np.testing.assert_allclose(gradient, exact[name], rtol=1e-4, atol=1e-5)
         assert gradient.sharding.is_equivalent_to(weights[name].sharding, 2)
+
+
+def test_layers_with_a_shard_map_take_reduced_weights() -> None:
+    table, tokens = numbers(32, 16), np.arange(32).reshape(4, 8) % 7
+
+    def loss(table: Any, tokens: Any) -> Any:
+        return jnp.sum(jnp.sin(embedding.apply(table, tokens)))
+
+    with manager("tensor", "dp:2,tp:4") as pm:
+        stored = pm.shard(table, sw.VOCAB, sw.EMBED, role="param")
+        held = jax.reshard(stored, P("tp", reduced={"dp"}))
+        given = held, pm.shard(tokens, sw.BATCH, sw.QUERY_LENGTH)
+        gradient = jax.jit(jax.grad(loss))(*given)
+        assert jax.typeof(gradient).sharding.spec.unreduced == {"dp"}
+        result = jax.reshard(gradient, P("tp"))
+    np.testing.assert_allclose(result, jax.grad(loss)(table, tokens), rtol=1e-5)
 
 
 def test_explain_says_why() -> None:

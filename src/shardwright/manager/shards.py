@@ -38,7 +38,10 @@ def place_for_shard_map(
         return tuple(arguments)
 
     def place(x: Any, spec: PartitionSpec) -> Any:
-        return constraint.place(x, constraint.make_placement(spec, mesh, ambient))
+        placed = constraint.place(x, constraint.make_placement(spec, mesh, ambient))
+        # A `shard_map` sums the gradients of its arguments itself, and takes no reduced ones.
+        kept = jax.typeof(placed).sharding.spec
+        return jax.reshard(placed, PartitionSpec(*kept.partitions)) if kept.reduced else placed
 
     return tuple(
         jax.tree.map(place, argument, specs)
