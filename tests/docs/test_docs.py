@@ -29,6 +29,7 @@ LONG = {
         "attention",
         "caches",
         "equinox",
+        "fit",
         "fp8",
         "generation",
         "haliax",
