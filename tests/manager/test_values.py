@@ -77,6 +77,8 @@ def test_arrays_without_elements(kind: str, shape: tuple[int, ...]) -> None:
     actual = pm.shard(np.zeros(shape, np.int32), sw.BATCH, sw.EMBED)
     assert sharded_over(actual, pm.mesh, "dp", "tp")
     assert np.asarray(actual).shape == shape
+    for wide in (np.int64, np.float64):  # their values are checked, and there are none
+        assert pm.shard(np.zeros(shape, wide), sw.BATCH, sw.EMBED).shape == shape
     with pm:
         assert jax.jit(lambda x: sw.shard(x, sw.BATCH, sw.EMBED).sum())(actual) == 0
         assert jax.eval_shape(lambda x: sw.shard(x, sw.BATCH, sw.EMBED), actual).shape == shape
