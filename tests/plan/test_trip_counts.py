@@ -79,6 +79,7 @@ LOOPS: dict[str, tuple[Callable[[Any], Any], int]] = {
     "remainders": (loop(7, lambda i: i != 0, lambda i: (i * 3 + 2) % 7), 6),
     "two conditions": (loop(0, lambda i: (i < 50) & (i * i < 200), lambda i: i + 1), 15),
     "select": (loop(0, lambda i: i < 20, lambda i: jnp.where(i < 10, i + 5, i + 1)), 12),
+    "between limits": (loop(0, lambda i: lax.clamp(2, i, 6) < 6, lambda i: i + 1), 6),
     "clamped": (loop(0, lambda i: jnp.minimum(i, 6) < 6, lambda i: i + 1), 6),
     "unsigned wrap": (loop(250, lambda i: i > 5, lambda i: i + 1, jnp.uint8), 6),
     "negative": (loop(-5, lambda i: i < -1, lambda i: i + 1), 4),
