@@ -104,7 +104,6 @@ LOW = {
 @program(LOW, inputs=((HID, (B, S, D), BF16), ((sw.EMBED, sw.EMPTY), (D, F), BF16)))
 def low_rank_adapters(w: Any, x: Any, base: Any) -> Any:
     """LoRA: the large weight is an argument that is not trained."""
-    base = sw.gather(base, sw.EMBED, sw.EMPTY)
     a, b = (w[n].astype(BF16) for n in "ab")
     return loss_of(jax.nn.silu(sw.shard(x, HID) @ base + (x @ a) @ b))
 
