@@ -113,6 +113,19 @@ def test_axes_vary_where_a_strategy_has_them() -> None:
     assert {one.mesh for one in found.candidates if one.name == "fsdp"} == {"fsdp:8"}
 
 
+def test_a_missing_rule_makes_the_order_unsure() -> None:
+    def factors(x: Any) -> Any:
+        return jnp.linalg.cholesky(x.astype(jnp.float32) @ x.T.astype(jnp.float32))
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    unknown = Program(factors, (x,), ((sw.BATCH, sw.EMBED),))
+    strategies = {"fsdp": sw.Strategy.preset("fsdp")}
+    found = sw.search(unknown, strategies, topology="v5e:2x4", axes=("fsdp",))
+    assert "incomplete: no rule for cholesky (1)" in search_text(found)
+    assert "the order may be wrong" in search_text(found)
+    assert "incomplete" not in search_text(search(axes=("fsdp",)))
+
+
 def test_candidates_are_files_that_load(tmp_path: Path) -> None:
     for candidate in search(axes=("fsdp",)).candidates:
         path = candidate.strategy.dump(tmp_path / "found.toml")

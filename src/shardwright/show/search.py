@@ -51,6 +51,18 @@ def count_lines(found: SearchReport) -> list[str]:
             f"the times of {found.undecided} of them overlap, so each may be the fastest: "
             f"--verify {found.undecided} compiles them"
         )
+    unknown = {
+        name: count
+        for candidate in front
+        for report in candidate.reports.values()
+        for name, count in report.walked.unknown.items()
+    }
+    if unknown:
+        counts = ", ".join(f"{name} ({count})" for name, count in sorted(unknown.items()))
+        lines.append(
+            f"incomplete: no rule for {counts}, so their bytes are left out and the order may be "
+            f"wrong: --verify {len(front)} compiles the candidates of the table"
+        )
     if found.fixed_axes:
         lines.append(
             f"mesh axes with one device, because --axes does not name them: "
