@@ -264,6 +264,53 @@ def test_xla_may_compute_sharded_space_and_channels_wrongly(
     assert ratio == pytest.approx(2 if warned else 1, rel=1e-3)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("sizes", "size", "stride", "wrong"),
+    [
+        ((2, 2, 2), 3, 1, True),
+        ((2, 2, 2), 3, 2, True),
+        ((1, 4, 2), 3, 1, True),  # the forward pass is right
+        ((1, 2, 4), 3, 1, True),
+        ((2, 2, 2), 1, 1, False),
+        ((2, 4, 1), 3, 1, False),
+        ((4, 1, 2), 3, 1, False),
+    ],
+)
+def test_xla_may_compute_such_gradients_wrongly(
+    sizes: tuple[int, int, int], size: int, stride: int, *, wrong: bool
+) -> None:
+    """The kernel's gradient is wrong where rows and channels are sharded and the window is larger.
+
+    If a case fails because the gradient is right, this JAX is right, and the warning can go.
+    """
+    mesh = ",".join(f"{axis}:{n}" for axis, n in zip(("fsdp", "sp", "tp"), sizes, strict=True))
+    axes = (sw.EMPTY, sw.EMPTY, sw.EMPTY, "kernel_channels")
+    images = (sw.BATCH, "height", sw.EMPTY, sw.EMPTY)
+
+    def gradient(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            y = lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=NHWC)
+            return jnp.sin(sw.shard(y, *images[:3], "channels")).sum()
+
+        return jax.grad(loss)(w)
+
+    draw = np.random.default_rng(0)
+    w = draw.normal(size=(size, size, 16, 16)).astype(np.float32)
+    x = draw.normal(size=(8, 16, 16, 16)).astype(np.float32)
+    strategy = sw.Strategy.loads(SPATIAL.format("tp"))
+    pm = sw.PartitionManager(strategy, mesh=sw.create_mesh(mesh))
+    report = pm.plan(gradient, w, x, specs=(axes, images))
+    assert any("spatial_and_channel" in each.fix for each in report.walked.choices) == wrong
+    with sw.PartitionManager(strategy, mesh=sw.create_mesh("fsdp:1")):
+        expected = np.asarray(jax.jit(gradient)(w, x))
+    with pm:
+        placed = pm.shard(w, *axes, role="param"), pm.shard(x, *images)
+        actual = np.asarray(jax.jit(gradient)(*placed))
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
+    assert (error > 0.1) == wrong, error
+
+
 def test_other_sharded_dims_of_such_a_convolution_stay_doubts() -> None:
     """A width and channels compete for tp, beside a height that XLA may compute wrongly."""
     strategy = sw.Strategy.loads(SPATIAL.format("tp"))

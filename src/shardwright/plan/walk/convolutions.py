@@ -29,6 +29,8 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
     # Spatial dim -> its label in both operands and in the result, and how far its windows reach.
     names: dict[int, tuple[str, str, str]] = {}
     reaches: dict[int, tuple[int, int, int]] = {}
+    # The mesh axes of the spatial dims along which the window has several elements.
+    windowed: set[str] = set()
     spatial = tuple(
         zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
     )
@@ -39,6 +41,8 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
         size, kernel = (step.avals[side].shape[dim] for side, dim in ((0, left), (1, right)))
         result, reach = step.results[0].shape[out], None
         names[at] = f"s-image{at}", f"s-kernel{at}", f"s-result{at}"
+        # In the gradient of a kernel, the result is as large as the window.
+        windowed.update(axes if (result if axes == own else kernel) > 1 else ())
         if axes and axes == own:
             # The gradient of a kernel: a sum over the rows of both operands.
             reach = window.swapped(result).reach(size, kernel, shards(axes, sizes))
@@ -62,9 +66,6 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
         for axis in before.mesh_axes - after.mesh_axes
     }
     channels = whole[1].dims[numbers.rhs_spec[0]]
-    # The mesh axes of the spatial dims along which the window has several elements.
-    extents = step.avals[1].shape
-    windowed = {axis for at, of, _ in spatial if extents[of] > 1 for axis in whole[0].dims[at]}
     if channels and windowed:
         # XLA multiplies the result by the number of channel shards, or its gradient is wrong: on
         # CPUs with JAX 0.10.2 and 0.12. A kernel that is whole, or a window of 1, is right.
