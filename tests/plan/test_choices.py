@@ -156,6 +156,17 @@ def test_only_a_scattered_sum_stays_partial() -> None:
     ]
 
 
+def test_sums_of_a_scatter_and_of_a_matmul_are_sent_apart() -> None:
+    """The gradients of a table that embeds and predicts. TPUs do not merge them either."""
+
+    def tied(index: Any, x: Any, y: Any, z: Any) -> Any:
+        return jnp.zeros((8, 64)).at[index].add(x) + jnp.einsum("bv,be->ve", y, z)
+
+    rows = ((32, 64), ("b", None))
+    operands = ((32,), ("b",), INTS), rows, ((32, 8), ("b", None)), rows
+    assert check(tied, *operands) == ["all_reduce"] * 2
+
+
 def test_carry_of_zeros_that_becomes_a_sum() -> None:
     """The body returns a partial sum, with the dims of the zeros. It is completed in each round."""
 

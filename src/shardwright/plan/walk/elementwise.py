@@ -26,10 +26,14 @@ def elementwise(step: PlanStep) -> list[ShardedValue]:
         return [_converted(step, step.maybe_partial(0))]
     if step.name in ADDITIONS:
         operands = [step.maybe_partial(at) for at in range(len(step.values))]
-        # XLA's AllReduceReassociate: the sum of two all-reduces is one all-reduce of a sum.
+        # XLA's AllReduceReassociate: the sum of two all-reduces is one all-reduce of a sum. But on
+        # TPUs, that of a scatter and of a matmul, as for a tied table under ddp, stay two.
         first = operands[0]
         if first.owed and all(
-            value.owed == first.owed and value.dims == first.dims and not value.free
+            value.owed == first.owed
+            and value.dims == first.dims
+            and bool(value.lookups) == bool(first.lookups)
+            and not value.free
             for value in operands
         ):
             alike = len({value.sum_dtype for value in operands}) == 1

@@ -84,8 +84,8 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
         step.move(2, tuple(targets))
         result = ShardedValue(dims=value.dims, owed=owed, origins=update.origins)
         if step.name not in _ADDS:  # a largest element is not a sum, which may stay partial
-            result = step.settle(result)
-        return [result]
+            return [step.settle(result)]
+        return [replace(result, lookups=frozenset([(step.place, owed)]))]
     written = [at for at in range(len(shape)) if at not in pairs]
     if not made:
         step.doubt({axis for at in written for axis in value.dims[at]}, _WRITES)
