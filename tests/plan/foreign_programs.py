@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 import shardwright as sw
 from shardwright.plan.collectives.read import read_collectives
 from shardwright.plan.planner import PlanReport
+from shardwright.show.plan import unsure_lines
 
 F32, I32 = jnp.float32, jnp.int32
 # CPUs send bfloat16 as float32.
@@ -529,7 +530,7 @@ def compare(name: str, case: Foreign, *, tpu: bool) -> Compared:
     rows = sorted(planned.keys() | sent.keys())
     return Compared(
         name=name,
-        marks=[line for line in report.unsure_lines() if not line.startswith("idle")],
+        marks=[line for line in unsure_lines(report) if not line.startswith("idle")],
         differences={row: (planned[row], sent[row]) for row in rows if planned[row] != sent[row]},
     )
 
