@@ -119,6 +119,14 @@ def test_each_weight_is_explained() -> None:
     assert explain(KERNEL, (16, 32), largest_dim_min_size=513).spec == P(None, "tp")
 
 
+def test_the_minimum_is_that_of_one_layer() -> None:
+    """In a scan over the layers, `gather` asks about one layer of what is stored."""
+    layer, stack = (sw.EMBED, sw.NORM), (sw.LAYERS, sw.EMBED, sw.NORM)
+    for size, one, whole in ((512, P(None, "fsdp"), P(None, None, "fsdp")), (513, P(), P())):
+        assert explain(layer, (16, 32), largest_dim_min_size=size).spec == one
+        assert explain(stack, (8, 16, 32), largest_dim_min_size=size).spec == whole
+
+
 def test_a_weight_that_cannot_be_sharded_is_an_error() -> None:
     strict = {"largest_dim": "fsdp", "path": "up/kernel"}
     says = facts("fsdp", 6, "fsdp=4", path="up/kernel", fix='"fsdp | -"', rule="largest_dim")

@@ -102,8 +102,9 @@ def add_largest_dim(weight: Derived, policy: Policy, array: StoredDims) -> Deriv
     """Shard a weight over mesh axes that its rules do not use, along its largest free dim.
 
     A dim is free if its rule gives it no mesh axis. Dims annotated `EMPTY`, LAYERS and entries of a
-    literal spec are never sharded. A weight of fewer than `policy.largest_dim_min_size` elements
-    keeps its decisions, and so does one that no candidate fits if the rule ends in `-`.
+    literal spec are never sharded. A weight, or a layer of a stack, of fewer than
+    `policy.largest_dim_min_size` elements keeps its decisions, and so does one that no candidate
+    fits if the rule ends in `-`.
 
     Args:
       weight: Decisions of the weight by its rules.
@@ -126,7 +127,12 @@ def add_largest_dim(weight: Derived, policy: Policy, array: StoredDims) -> Deriv
         # By size of the whole dim, and among equal ones the first. `fits` judges a merged dim by
         # its first member.
         able.sort(key=lambda decision: -(decision.size or 0))
-        elements = math.prod(decision.size or 0 for decision in weight.decisions)
+        # Of one layer of a stack: in a scan over the layers, `gather` asks about one of them.
+        elements = math.prod(
+            decision.size or 0
+            for decision in weight.decisions
+            if LAYERS not in array.dims[decision.dim].axes
+        )
         # Elements and not bytes, so that moments in float32 follow their parameter in bfloat16.
         is_small = elements < policy.largest_dim_min_size
     except _jax.Inconclusive:

@@ -180,7 +180,8 @@ class Policy:
       rank: For another rank: raise an error, or cut and pad the annotation to the array's rank.
       largest_dim: Candidates of mesh axes that shard each stored weight along its largest free dim
         that divides, or None.
-      largest_dim_min_size: Number of elements below which `largest_dim` leaves a weight alone.
+      largest_dim_min_size: Number of elements below which `largest_dim` leaves a weight, or a layer
+        of stacked weights, alone.
       zero1: Candidates of mesh axes that shard optimizer state in addition to its parameter, or
         None.
       idle: Mesh axes that no rule names, on purpose: everything is replicated over them.
