@@ -23,12 +23,15 @@ from shardwright.layers.placement import is_shard
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.manager.memory import in_host_memory
+from shardwright.manager.shard_map import inputs_of
 from shardwright.manager.shards import place_for_shard_map
 from shardwright.resolution.partition_specs import canonical_spec, entry_names, entry_of, spec_of
 from shardwright.resolution.rules import AxisRules
+from shardwright.trees.annotated import annotated_leaves
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import BATCH
 from shardwright.vocabulary.integers import read_integer
+from shardwright.vocabulary.lowering import lower
 from shardwright.vocabulary.read import one_of, read_all
 
 
@@ -235,6 +238,10 @@ class _AccumulationStep:
         stored = [_part(spec, self.axes) for spec in specs]
         grads = [spec for spec, trained in zip(stored, self.trained, strict=True) if trained]
         leaves, structure = jax.tree.flatten(manager.shard(params, self.specs, role="param"))
+        dims = [
+            lower(leaf.annotation, np.shape(leaf.value)).dims
+            for leaf in annotated_leaves(params, self.specs)
+        ]
         rows, whole = spec_of(self.axes), PartitionSpec()
         # Over Explicit axes, `shard_map` refuses a batch that is sharded in another way.
         open_rows = jax.tree.map(
@@ -248,7 +255,9 @@ class _AccumulationStep:
         def on_shard(leaves: Any, batch: Any, channel: Any, key: Any) -> Any:
             # The gradient of a weight that varies over devices is not summed over them.
             params = jax.tree.unflatten(structure, _jax.vary_together(leaves, over=self.axes))
-            (loss, sums), others = self._scan(params, batch, channel, key)
+            # Under `largest_dim`, only the global shape tells along which dim a shard was cut.
+            with context.INPUTS(inputs_of(dims, leaves, stored)):
+                (loss, sums), others = self._scan(params, batch, channel, key)
             sums = [
                 jax.lax.psum(total, axes) if (axes := _missing(self.axes, spec)) else total
                 for total, spec in zip(sums, grads, strict=True)
@@ -464,7 +473,7 @@ def _missing(axes: tuple[str, ...], spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def _as_used(rules: AxisRules) -> AxisRules:
-    policy = dataclasses.replace(rules.policy, gather=())
+    policy = dataclasses.replace(rules.policy, gather=(), largest_dim=None)
     return dataclasses.replace(rules, params=rules.activations, policy=policy)
 
 

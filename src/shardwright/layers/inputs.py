@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardwright import _jax
 from shardwright.errors import LayerError, Problem, RankMismatchError, did_you_mean, raise_problems
-from shardwright.layers.placement import is_shard, path_of
+from shardwright.layers.placement import path_of
 from shardwright.manager import context
+from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.integers import with_article
 from shardwright.vocabulary.keys import as_key
@@ -100,9 +102,13 @@ def _has_shape(value: Any, spec: Any, path: str | None) -> bool:
     """Tell whether a parameter has the shape of its spec, or is a shard of that."""
     if getattr(value, "shape", None) == spec.shape:
         return True
-    return context.current() is not None and is_shard(
-        spec.shape, spec.axes, role=Role.PARAM, path=path
-    )
+    manager = context.current()
+    if manager is None:
+        return False
+    # The shape of the spec is global, so it resolves as outside of the `shard_map`.
+    request = ShardingRequest(spec.axes, spec.shape, None, Role.PARAM, path)
+    manual = manager.manual_axes(_jax.ambient_mesh())
+    return any(manual.intersection(each.mesh_axes) for each in manager.answer(request).decisions)
 
 
 def check_valid(valid: Any, rows: tuple[int, ...]) -> None:

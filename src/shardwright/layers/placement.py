@@ -6,6 +6,7 @@ also runs on one device.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -72,6 +73,14 @@ def split_over(
     if manager is None or not is_inside_shard_map():
         return [()] * len(shape)
     manual = manager.manual_axes(_jax.ambient_mesh())
+    policy = manager.rules.policy
+    added = policy.largest_dim
+    if role is Role.USE and added is not None and {*added.mesh_axes} <= {*policy.gather}:
+        # Which dim `largest_dim` stores depends on global sizes, and in use that dim is whole.
+        rules = dataclasses.replace(
+            manager.rules, policy=dataclasses.replace(policy, largest_dim=None)
+        )
+        manager = manager.having(rules=rules)
     resolution = manager.answer(ShardingRequest(axes, tuple(shape), None, role, path, manual))
     resolution.require()
     return [decision.manual for decision in resolution.decisions]

@@ -141,17 +141,9 @@ class SemanticShardMap:
         @functools.wraps(self.f)
         def with_inputs(*local: Any) -> Any:
             # The specs are leaves of a tree of the arguments' structure, so the three orders agree.
-            leaves = zip(dims, jax.tree.leaves(local), specs, strict=True)
-            inputs = [
-                entry
-                for leaf, value, spec in leaves
-                for entry in _inputs(leaf, jnp.shape(value), spec)
-            ]
             # INPUTS is part of JAX's cache keys, so a function that is jitted inside `f` is traced
             # again for other inputs.
-            with context.INPUTS(
-                Inputs(mesh=_jax.ambient_mesh(), leaves=tuple(dict.fromkeys(inputs)))
-            ):
+            with context.INPUTS(inputs_of(dims, jax.tree.leaves(local), specs)):
                 return self.f(*local)
 
         return with_inputs
@@ -356,6 +348,24 @@ class SemanticShardMap:
         if decision.outcome is Outcome.UNCONSTRAINED:
             raise_problems([_open("output", decision)], resolution=resolution)
         return tuple(name for name in decision.mesh_axes if name not in decision.manual)
+
+
+def inputs_of(
+    dims: Sequence[tuple[Dim, ...]], values: Sequence[Any], specs: Sequence[PartitionSpec]
+) -> Inputs:
+    """Return what `gather` reads of the inputs of a `shard_map`. Call it inside of that.
+
+    Args:
+      dims: Lowered dims of each input.
+      values: The inputs, as the function receives them.
+      specs: Spec of each input.
+    """
+    leaves = [
+        entry
+        for leaf, value, spec in zip(dims, values, specs, strict=True)
+        for entry in _inputs(leaf, jnp.shape(value), spec)
+    ]
+    return Inputs(mesh=_jax.ambient_mesh(), leaves=tuple(dict.fromkeys(leaves)))
 
 
 def _inputs(dims: tuple[Dim, ...], shape: tuple[int, ...], spec: PartitionSpec) -> list[Input]:
