@@ -46,8 +46,6 @@ def manager(preset: str, kind: Any, *, zero1: bool = False) -> sw.PartitionManag
 @pytest.mark.parametrize("preset", MESHES)
 def test_step_with_zero1(preset: str, kind: str) -> None:
     """Moments are sharded over dp too. Gradients are reduced over dp once, after the loop."""
-    if kind == "explicit" and ("tp" in MESHES[preset] or ",sp" in MESHES[preset]):
-        pytest.xfail("in a trace jit_step sets no mesh, which auto_axes of accumulate needs")
     f, specs, params, batch, (value, grads) = padded_whole_batch(preset)
     pm = manager(preset, kind, zero1=True)
 
