@@ -344,7 +344,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"block_tables": np.zeros((4, 0), np.int32)},
         facts("(4, 0)", "(batch, pages_per_sequence)", path="block_tables", fix="integers"),
     ),
-    "list of pages": ({"block_tables": [[0]]}, facts("(batch, pages", path="block_tables")),
+    "list of pages": (
+        {"block_tables": [[0]]},
+        facts("(batch, pages_per_sequence)", path="block_tables"),
+    ),
     "floats for pages": (
         {"block_tables": np.zeros((4, COLUMNS), np.float32)},
         facts("float32", path="block_tables", fix="integers"),

@@ -532,7 +532,7 @@ def test_factored_moments_of_a_train_state() -> None:
         "vocab",
         "embed",
         1,
-        path="[0]/.v_row/Embed_0/embedding",
+        path="0/v_row/Embed_0/embedding",
         fix="TrainState",
     ):
         bridge.annotate(create().opt_state, NAMES)

@@ -158,7 +158,8 @@ def check(name: str, mesh: str, repeats: int, kind: Any, **options: Any) -> Any:
         (loss, (y, state)), (of_params, of_x, of_encoded) = program(*arrays)
         shards = math.prod(pm.sizes.get(axis, 1) for axis in ("dp", "fsdp"))
     (wanted, (wanted_y, states)), gradients = one_by_one(name, shards)
-    blocks.assert_close((loss, y), (wanted, wanted_y), rtol=3e-6)
+    # The loss sums all elements, so its last bits depend on the order of the devices.
+    blocks.assert_close((loss, y), (wanted, wanted_y), rtol=5e-6)
     own = (of_params, of_x, *of_encoded)
     blocks.assert_close(own, (in_repeats(gradients[0], repeats), *gradients[1:]), rtol=2e-5)
     for at, after in enumerate(state.moe or ()):

@@ -245,7 +245,7 @@ SAYS = {
     "test_misfit[model2-ddp]": "the mesh axis model",
     "test_no_file[missing]": "/missing.toml'\n  fix   did you mean",
     "test_indivisible[dp3-tpN]": (
-        "mesh axis tp = -1 has no size: 8 devices cannot be divided by dp=3"
+        "mesh axis tp = -1 has no size: 3 (dp=3) does not divide the number of devices, 8"
     ),
     "test_leaves_a_mesh[dp2]": (
         "left behind: the mesh dp:2 is set\n"
