@@ -111,7 +111,7 @@ def test_training_equals_that_on_the_device(name: str, axis_types: str, tmp_path
     step = by_layer if "params" in memory else on_device
     pm = make_manager(mesh, "fsdp_tp", memory, axis_types=axis_types)
     state, losses = train(pm, step)
-    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6, atol=1e-6)  # they fall from 4 to 0.01
     assert losses[-1] < losses[0]
     arrays = [x for x in jax.tree.leaves(state["moments"]) if x.ndim]
     assert {x.sharding.memory_kind for x in arrays} == {
