@@ -137,6 +137,26 @@ def test_matmuls_inside_transforms(kind: str) -> None:
         np.testing.assert_allclose(mapped, np.stack([y, y]), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", AXIS_TYPES)
+@pytest.mark.full(but=["explicit"])
+def test_matmuls_of_a_manager_that_is_entered_inside_a_trace(kind: str) -> None:
+    """Such a manager sets no mesh, as in `pm.jit_step`."""
+    pm = make_manager(kind, text=RULES)
+
+    @jax.jit
+    def entered_inside(*arrays: Any) -> Any:
+        with pm:
+            return by_einsum(*arrays)
+
+    x, up, down = operands()
+    placed = (
+        pm.shard(x, sw.BATCH, sw.LENGTH, sw.EMBED),
+        pm.shard(up, sw.EMPTY, sw.MLP_INTERMEDIATE),
+        pm.shard(down, sw.MLP_INTERMEDIATE, sw.EMPTY),
+    )
+    np.testing.assert_allclose(entered_inside(*placed), wanted()[0], rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_matmuls_inside_shard_map(kind: str) -> None:
     pm = make_manager(kind, text=RULES)

@@ -132,11 +132,14 @@ def _sharded(matmul: _Contraction, operands: tuple[Any, ...], out: Any, mode: st
         return matmul(*operands)
     # The manager with eformer's names decides by one of this room.
     manager: Manager = entered if isinstance(entered, Manager) else entered.native()
-    mesh = _jax.ambient_mesh() or manager.mesh
+    ambient = _jax.ambient_mesh()
+    mesh = ambient or manager.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return place(manager, matmul(*operands), (out,), mode)
-    # The spec depends on the shape of the result. With P(), JAX accepts every matmul here.
-    result = jax.eval_shape(functools.partial(matmul, out_sharding=PartitionSpec()), *operands)
+    # The spec depends on the shape of the result. With P(), JAX accepts every matmul here. A bare
+    # spec requires an ambient mesh, and a manager that is entered inside a trace sets none.
+    whole: Any = PartitionSpec() if ambient else NamedSharding(mesh, PartitionSpec())
+    result = jax.eval_shape(functools.partial(matmul, out_sharding=whole), *operands)
     decided = decide_array(manager, ShardingRequest(read_annotation((out,)), result.shape, mode))
     placement = decided.placement
     if placement is None:  # an enclosing shard_map has made all mesh axes Manual
