@@ -322,7 +322,7 @@ def test_check_resolves_the_arrays_of_a_model(
     path, mine = tmp_path / "programs.py", tmp_path / "mine.toml"
     path.write_text(PROGRAMS, encoding="utf-8")
     rules = 'base = "fsdp_tp"\n[mesh]\nfsdp = 1\ntp = {}\n[rules]\nvocab = "-"\n'
-    mine.write_text(rules.format(3), encoding="utf-8")  # 40 is no multiple of 3
+    mine.write_text(rules.format(3), encoding="utf-8")  # 40 % 3 != 0
     forward = f'{path}:forward --params specs --input "int32[2,10] BATCH LENGTH"'
     for words, label in (
         (f"{path}:train", f"{path}:train for train"),

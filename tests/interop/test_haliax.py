@@ -279,7 +279,7 @@ def test_strategies_of_mappings_equal_haliax(names: Any) -> None:
     compared = 0
     for compute, parameter in MAPPINGS:
         imported = bridge.to_strategy(compute, parameter, mesh=sizes, names=names, replicated=every)
-        # Where all names are new axes, that is no news.
+        # The note is written only if names of our vocabulary are beside the new axes.
         assert any("axes of their own" in note for note in imported.notes) == bool(names)
         pm = sw.PartitionManager(imported.strategy, mesh=sw.create_mesh(sizes))
         for role, mapping in (("activation", compute), ("param", parameter or compute)):

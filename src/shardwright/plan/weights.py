@@ -36,7 +36,8 @@ class ArgumentAsWeight:
     source: str
 
 
-_Known = tuple[int, int] | None  # `argument` and `cut` of a value, or None if it is no argument
+# `argument` and `cut` of a value; None for a value that is computed.
+_Known = tuple[int, int] | None
 
 
 def arguments_as_weights(jaxpr: Any) -> tuple[ArgumentAsWeight, ...]:

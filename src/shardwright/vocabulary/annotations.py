@@ -183,7 +183,7 @@ class Unreduced(SizedAnnotation):
         unreduced over the mesh axes that this axis is sharded over.
 
     Raises:
-      StrategyError: `axes` is no tuple and no layout, or `over` is no axis.
+      StrategyError: `axes` is neither a tuple nor a layout, or `over` is not an axis.
     """
 
     axes: Any

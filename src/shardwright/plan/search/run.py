@@ -599,8 +599,8 @@ def _key(
     traced = shared.trace
     answers: tuple[Any, ...] = ()
     if not traced.fits_all:
-        # The program itself asked for specs or sizes while it was traced. Equal answers are part of
-        # the key, because its equations depend on them.
+        # While it was traced, the program called the manager, for specs or sizes. Its equations
+        # depend on the answers, so the answers are part of the key.
         answers = (
             tuple(sorted(manager.mesh.shape.items())),
             manager.mesh.axis_types,
