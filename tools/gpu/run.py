@@ -2,9 +2,10 @@
 
     python tools/gpu/run.py --out FOLDER [--small] [--seconds 440] [--only NAME ...]
 
-Each section adds rows to FOLDER/gpu.json, so a run that is stopped keeps what it has. `--small` has
-sizes for a CPU, to rehearse the script: its ratios mean nothing. The first section runs in a
-process of its own, because the peak of the allocator is that of a whole process.
+Each section runs in a process of its own. Those that only check run at the same time; those that
+measure run one after the other. FOLDER/gpu.json is written after each section, so a run that is
+stopped keeps what it has. `--small` has sizes for a CPU, to rehearse the script: its ratios mean
+nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,14 +60,14 @@ GPU = Sizes(
     head_dim=128,
     rows=(8192, 32768),
     slots=16,
-    # 302M parameters, those of the vocabulary included.
+    # 289M parameters, those of the vocabulary included.
     decoder={
-        "layers": 24,
-        "embed": 1024,
-        "heads": 16,
-        "kv_heads": 8,
+        "layers": 12,
+        "embed": 1280,
+        "heads": 20,
+        "kv_heads": 10,
         "head_dim": 64,
-        "mlp": 2816,
+        "mlp": 4096,
         "vocab": 16384,
     },
     batch=8,
@@ -89,6 +91,8 @@ SMALL = Sizes(
     cells=6,
 )
 TRAIN, DECODE, STEP = (">=", 0.97), (">=", 0.75), ("<=", 1.02)
+# Steps that are started before the first one is waited for, as a program does.
+AHEAD = 8
 Row = dict[str, Any]
 
 
@@ -111,11 +115,24 @@ def seconds_of(cases: dict[str, Callable[[], Any]], repeats: int) -> dict[str, l
 
 
 def waiting(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    """Return a run of a jitted function that waits for the result."""
+    """Return several runs of a jitted function that wait for the last result."""
     import jax
 
     jitted = jax.jit(function)
-    return lambda: jax.block_until_ready(jitted(*arguments))
+
+    def run() -> Any:
+        for _ in range(AHEAD - 1):
+            jitted(*arguments)
+        return jax.block_until_ready(jitted(*arguments))
+
+    return run
+
+
+def random(*shape: int, key: int = 0) -> Any:
+    """Return random bfloat16 numbers. A matmul of equal numbers would take less power and time."""
+    import jax
+
+    return jax.random.normal(jax.random.key(key), shape, "bfloat16")
 
 
 def fastest() -> str:
@@ -133,80 +150,48 @@ def ratio(times: dict[str, list[float]], what: str, beside: str) -> float:
 # Sections: each yields rows.
 
 
-def memory(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
-    """Put the peak of the allocator beside the planned range, for a training step."""
-    import jax
-
-    trainer, inputs = trainer_of(sizes)
-    report = trainer.pm.plan(*planned_step(trainer, sizes), **planned_options(trainer))
-    trained, batch = trainer.init(0), trainer.place(inputs)
-    for _ in range(2):
-        trained, loss = trainer.step(trained, batch)
-    jax.block_until_ready(loss)
-    stats = jax.local_devices()[0].memory_stats() or {}
-    peak = stats.get("peak_bytes_in_use")
-    low, high = report.memory.low, report.memory.high
-    if peak is None:
-        yield row("peak of a training step", 0, "B", skipped="this device counts no memory")
-    else:
-        inside = low <= peak <= high
-        yield row("peak of a training step", peak, "B", low=low, high=high, inside=inside)
-
-
 def peaks(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
     """Measure what this device reaches: a large matmul, and a copy."""
-    import jax
-    import jax.numpy as jnp
-
     side = sizes.matmul
-    a = jnp.ones((side, side), jnp.bfloat16)
-    x = jnp.ones(sizes.copy // 2, jnp.bfloat16)
+    a, b, x = random(side, side), random(side, side, key=1), random(sizes.copy // 2)
     times = seconds_of(
-        {"matmul": waiting(lambda a: a @ a, a), "copy": waiting(lambda x: x + 1, x)},
+        {"matmul": waiting(lambda a, b: a @ b, a, b), "copy": waiting(lambda x: x + 1, x)},
         sizes.repeats,
     )
-    state["flops"] = 2 * side**3 / min(times["matmul"])
-    state["bytes"] = 2 * x.nbytes / min(times["copy"])
+    state["flops"] = 2 * side**3 * AHEAD / min(times["matmul"])
+    state["bytes"] = 2 * x.nbytes * AHEAD / min(times["copy"])
     yield row(f"bfloat16 matmul of {side}", state["flops"] / 1e12, "TFLOP/s")
     yield row("copy, read and written", state["bytes"] / 1e9, "GB/s")
-    del jax
 
 
-def conformance(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
-    """Compare every implementation with the oracle on this device, in bfloat16 and float16."""
+def conformance(sizes: Sizes, state: dict[str, Any], *, name: str) -> Iterator[Row]:
+    """Compare an implementation with the oracle on this device, in bfloat16 and float16."""
     import jax
 
     from shardwright.testing.attention_conformance import AttentionConformance, check
 
-    tolerances = AttentionConformance.tolerances
     device = tuple(jax.local_devices()[:1])
-    names = ("cudnn", "sdpa", "blockwise", "flash_decode", "vanilla")
-    cells = []
-    for name in names:
-        table = type(
-            name,
-            (AttentionConformance,),
-            {"implementation": name, "devices": device, "dtypes": ("bfloat16", "float16")},
-        )
-        cells += table.cells()[: sizes.cells]
+    table = type(
+        name,
+        (AttentionConformance,),
+        {"implementation": name, "devices": device, "dtypes": ("bfloat16", "float16")},
+    )
 
-    def outcome(cell: Any) -> tuple[str, str, str]:
+    def outcome(cell: Any) -> tuple[str, str]:
         try:
-            refused = check(cell, refuses=None, tolerances=tolerances)
+            refused = check(cell, refuses=None, tolerances=AttentionConformance.tolerances)
         except Exception as error:  # noqa: BLE001  each cell is a result
-            return cell.implementation, "wrong", f"{cell}: {error!s:.300}"
-        return cell.implementation, "refused" if refused else "equal", ""
+            return "wrong", f"{cell}: {error!s:.300}"
+        return "refused" if refused else "equal", ""
 
     # XLA compiles without Python's lock, and compiling takes most of the time.
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        outcomes = list(pool.map(outcome, cells))
-    for name in names:
-        own = [each for each in outcomes if each[0] == name]
-        counts = {kind: sum(each[1] == kind for each in own) for kind in ("equal", "refused")}
-        wrong = [text for _, kind, text in own if kind == "wrong"]
-        yield row(f"conformance of {name}", len(wrong), "wrong", target=("<=", 0), **counts) | {
-            "failures": wrong[:20]
-        }
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        outcomes = list(pool.map(outcome, table.cells()[: sizes.cells]))
+    counts = {kind: sum(each[0] == kind for each in outcomes) for kind in ("equal", "refused")}
+    wrong = [text for kind, text in outcomes if kind == "wrong"]
+    yield row(f"conformance of {name}", len(wrong), "wrong", target=("<=", 0), **counts) | {
+        "failures": wrong[:20]
+    }
 
 
 def attention(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
@@ -216,38 +201,49 @@ def attention(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
 
     from shardwright import attention as ours
 
-    heads, dim = sizes.heads, sizes.head_dim
-    direct = fastest()
+    heads, dim, direct = sizes.heads, sizes.head_dim, fastest()
     for length in sizes.lengths:
         batch = max(1, sizes.lengths[0] * 4 // length)
-        keys = jax.random.split(jax.random.key(0), 3)
-        for kv_heads, window in ((heads, None), (sizes.kv_heads, None), (heads, length // 4)):
+        for kv_heads, window, documents in (
+            (heads, None, 1),
+            (sizes.kv_heads, None, 1),
+            (heads, length // 4, 1),
+            (heads, None, 4),
+        ):
+            if documents > 1 and length > sizes.lengths[0]:
+                continue  # the direct call needs a mask for every pair
             q, k, v = (
-                jax.random.normal(key, (batch, length, count, dim), jnp.bfloat16)
-                for key, count in zip(keys, (heads, kv_heads, kv_heads), strict=True)
+                random(batch, length, count, dim, key=at)
+                for at, count in enumerate((heads, kv_heads, kv_heads))
             )
-
-            def mine(q: Any, k: Any, v: Any, window: Any = window) -> Any:
-                options = {"window": (window - 1, 0)} if window else {}
-                return ours.dot_product_attention(q, k, v, mode="train", causal=True, **options)
-
-            def theirs(q: Any, k: Any, v: Any, window: Any = window) -> Any:
-                size = None if window is None else (window - 1, 0)
-                return jax.nn.dot_product_attention(
-                    q, k, v, is_causal=True, local_window_size=size, implementation=direct
-                )
-
-            chosen = ours.explain(q, k, v, mode="train", causal=True).implementation.name
-            yield from _trained(mine, theirs, (q, k, v), window, chosen, direct, sizes, state)
+            options: dict[str, Any] = {"mode": "train", "causal": True}
+            theirs: dict[str, Any] = {"is_causal": True, "implementation": direct}
+            if window is not None:
+                options["window"] = theirs["local_window_size"] = (window - 1, 0)
+            if documents > 1:
+                ids = jnp.broadcast_to(jnp.arange(length) * documents // length, (batch, length))
+                options["segment_ids"] = ids
+                theirs["mask"] = ids[:, None, :, None] == ids[:, None, None, :]
+            yield from _trained(
+                functools.partial(ours.dot_product_attention, **options),
+                functools.partial(jax.nn.dot_product_attention, **theirs),
+                (q, k, v),
+                window=window,
+                documents=documents,
+                chosen=ours.explain(q, k, v, **options).name,
+                sizes=sizes,
+                state=state,
+            )
 
 
 def _trained(
     mine: Any,
     theirs: Any,
     arrays: tuple[Any, ...],
+    *,
     window: int | None,
+    documents: int,
     chosen: str,
-    direct: str,
     sizes: Sizes,
     state: dict[str, Any],
 ) -> Iterator[Row]:
@@ -267,19 +263,22 @@ def _trained(
         sizes.repeats,
     )
     batch, length, heads, dim = arrays[0].shape
-    seen = length * length / 2 if window is None else length * window - window * window / 2
+    seen = length * length / 2 / documents
+    if window is not None:
+        seen = length * window - window * window / 2
     # Two matmuls forward and five backward, of 2 operations per pair.
     flops = 7 * 2 * batch * heads * dim * seen
     case = f"{batch}x{length}, {heads}/{arrays[1].shape[2]} heads of {dim}"
     case += f", window {window}" if window else ""
+    case += f", {documents} documents per row" if documents > 1 else ""
     yield row(
         f"training attention, {case}",
         1 / ratio(times, "ours", "direct"),
-        f"speed of a direct {direct} call",
+        f"speed of a direct {fastest()} call",
         target=TRAIN,
         chosen=chosen,
-        seconds=statistics.median(times["ours"]),
-        share_of_matmul=flops / min(times["ours"]) / state["flops"],
+        seconds=statistics.median(times["ours"]) / AHEAD,
+        share_of_matmul=flops * AHEAD / min(times["ours"]) / state["flops"],
     )
 
 
@@ -304,12 +303,13 @@ def decode(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
                     dtype=jnp.bfloat16,
                     **options,
                 )
-                full = _filled(cache, rows - 128, sizes)
+                # Each repetition appends, so some rows stay free.
+                full = _filled(cache, rows - AHEAD * (sizes.repeats + 2), sizes)
             except Exception as error:  # noqa: BLE001  a kind may need other options
                 yield row(f"decode, {kind}, {rows} rows", 0, "", skipped=f"{error!s:.300}")
                 continue
-            q = jnp.ones((sizes.slots, 1, sizes.heads, sizes.head_dim), jnp.bfloat16)
-            k = jnp.ones((sizes.slots, 1, sizes.kv_heads, sizes.head_dim), jnp.bfloat16)
+            q = random(sizes.slots, 1, sizes.heads, sizes.head_dim)
+            k = random(sizes.slots, 1, sizes.kv_heads, sizes.head_dim)
 
             @functools.partial(jax.jit, donate_argnums=2)
             def step(q: Any, k: Any, cache: Any) -> Any:
@@ -320,26 +320,26 @@ def decode(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
             held = [full]
 
             def once(step: Any = step, q: Any = q, k: Any = k, held: Any = held) -> Any:
-                o, held[0] = step(q, k, held[0])
+                for _ in range(AHEAD):
+                    o, held[0] = step(q, k, held[0])
                 return jax.block_until_ready(o)
 
             times = seconds_of({"step": once}, sizes.repeats)
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(held[0]))
             yield row(
                 f"decode attention, {kind}, {sizes.slots} x {rows} rows",
-                size / min(times["step"]) / state["bytes"],
+                size * AHEAD / min(times["step"]) / state["bytes"],
                 "of the bandwidth of a copy",
                 target=DECODE if kind == "dense" and rows >= 32768 else None,
-                seconds=min(times["step"]),
+                seconds=min(times["step"]) / AHEAD,
                 cache_bytes=size,
             )
 
 
 def _filled(cache: Any, rows: int, sizes: Sizes) -> Any:
     import jax
-    import jax.numpy as jnp
 
-    k = jnp.ones((sizes.slots, rows, sizes.kv_heads, sizes.head_dim), jnp.bfloat16)
+    k = random(sizes.slots, rows, sizes.kv_heads, sizes.head_dim)
     return jax.jit(lambda cache, k: cache.append(k, k).cache, donate_argnums=0)(cache, k)
 
 
@@ -387,12 +387,20 @@ def planned_options(trainer: Any) -> dict[str, Any]:
 
 
 def training(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
-    """Time a training step beside the same step written by hand."""
+    """Time a training step beside the same step written by hand, and its memory beside the plan."""
     import jax
 
+    from shardwright.show.profile import profile_text
     from tests.examples import hand_written
 
+    device = jax.local_devices()[0]
     trainer, inputs = trainer_of(sizes)
+    chip = next((name for name in ("h200", "h100") if name in device.device_kind.lower()), None)
+    report = trainer.pm.plan(
+        *planned_step(trainer, sizes),
+        **planned_options(trainer),
+        topology=None if chip is None else f"{chip}:1",
+    )
     batch = trainer.place(inputs)
 
     def direct(q: Any, k: Any, v: Any) -> Any:
@@ -408,34 +416,75 @@ def training(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
         attend=direct,
     ).train_step(trainer.optimizer)
     steps = {"ours": trainer.step, "by hand": by_hand}
-    states = {name: trainer.init(0) for name in steps}
-    compiled = {}
+    states, peaks_of = {}, {}
     for name, step in steps.items():
+        # Compiling tries kernels, and their scratch memory counts in the peak of the allocator.
         start = time.perf_counter()
-        states[name], loss = step(states[name], batch)
+        compiled = step.lower(trainer.init(0), batch).compile()
+        yield row(f"trace and compile, {name}", time.perf_counter() - start, "s")
+        sizes_of = compiled.memory_analysis()
+        tuned = (device.memory_stats() or {}).get("peak_bytes_in_use")
+        states[name] = trainer.init(0)
+        for _ in range(2):
+            states[name], loss = step(states[name], batch)
         jax.block_until_ready(loss)
-        compiled[name] = time.perf_counter() - start
+        peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+        peaks_of[name] = peak
+        if name == "ours":
+            low, high = report.memory.low, report.memory.high
+            counted = None
+            if sizes_of is not None:
+                counted = sizes_of.argument_size_in_bytes + sizes_of.temp_size_in_bytes
+            yield row(
+                "peak of a training step",
+                peak or 0,
+                "B",
+                peak_after_compiling=tuned,
+                compiled=counted,
+                low=low,
+                high=high,
+                inside=peak is not None and low <= peak <= high,
+            )
 
     def run(name: str) -> Callable[[], Any]:
         def once() -> Any:
-            states[name], loss = steps[name](states[name], batch)
+            for _ in range(AHEAD):
+                states[name], loss = steps[name](states[name], batch)
             return jax.block_until_ready((states[name], loss))
 
         return once
 
-    times = seconds_of({name: run(name) for name in steps}, sizes.repeats)
+    times = seconds_of({name: run(name) for name in steps}, max(3, sizes.repeats // 2))
     count = sum(leaf.size for leaf in jax.tree.leaves(states["ours"]["params"]))
     flops = 6 * count * sizes.batch * sizes.length
+    seconds = statistics.median(times["ours"]) / AHEAD
+    planned = report.time
     yield row(
         f"training step of {count / 1e6:.0f}M parameters, {sizes.batch} x {sizes.length}",
         ratio(times, "ours", "by hand"),
         "x the step by hand",
         target=STEP,
-        seconds=statistics.median(times["ours"]),
-        share_of_matmul=flops / statistics.median(times["ours"]) / state["flops"],
+        seconds=seconds,
+        share_of_matmul=flops / seconds / state["flops"],
+        planned=None if planned is None else [planned.low, planned.high],
     )
-    for name, seconds in compiled.items():
-        yield row(f"trace and compile, {name}", seconds, "s")
+    folder = state["out"] / "profile"
+    with jax.profiler.trace(folder):
+        for _ in range(2):
+            states["ours"], loss = trainer.step(states["ours"], batch)
+        jax.block_until_ready(loss)
+    profile = trainer.pm.profile(folder, report)
+    (state["out"] / "profile.txt").write_text(profile_text(profile), encoding="utf-8")
+    yield row(
+        "profile of a training step",
+        profile.seconds,
+        "s",
+        compute=profile.compute,
+        matmuls=profile.matmuls,
+        runs=profile.runs,
+        lines=len(profile.lines),
+        without_line=sum(line.seconds for line in profile.lines if not line.source),
+    )
 
 
 def engine(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
@@ -586,68 +635,117 @@ def fp8(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
     )
 
 
-SECTIONS = {
-    each.__name__: each
-    for each in (peaks, conformance, attention, decode, training, engine, texts, fp8)
+NAMES = ("cudnn", "sdpa", "blockwise", "flash_decode", "vanilla")
+# These only check, so they may run at the same time.
+CHECKS: dict[str, Any] = {
+    **{f"conformance_{name}": functools.partial(conformance, name=name) for name in NAMES},
+    "texts": texts,
+    "fp8": fp8,
+}
+MEASURES: dict[str, Any] = {
+    each.__name__: each for each in (peaks, attention, decode, training, engine)
 }
 
 
-def run_memory(arguments: argparse.Namespace) -> list[Row]:
-    """Run the section on memory in a process that allocates only what it uses."""
-    command = [sys.executable, __file__, "--out", str(arguments.out), "--only", "memory"]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(
-        [*command, *(["--small"] if arguments.small else [])],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    if done.returncode or not lines:
-        raise RuntimeError(done.stderr[-600:])
-    rows: list[Row] = json.loads(lines[-1])
-    return rows
+@dataclasses.dataclass(slots=True)
+class Found:
+    """What the sections found. It is written after each of them."""
+
+    file: Path
+    cache: str
+    lock: Any = dataclasses.field(default_factory=threading.Lock)
+    context: dict[str, str] = dataclasses.field(default_factory=dict)
+    sections: dict[str, list[Row]] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+    state: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def run(self, name: str, arguments: argparse.Namespace) -> None:
+        """Run a section in a process of its own."""
+        begun = time.monotonic()
+        command = [sys.executable, __file__, "--out", str(arguments.out), "--section", name]
+        command += ["--state", json.dumps(self.state), *(["--small"] if arguments.small else [])]
+        # A process that takes all memory at once leaves none for those beside it, and hides its
+        # peak.
+        environment = {
+            **os.environ,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "JAX_COMPILATION_CACHE_DIR": self.cache,
+        }
+        rows, error = [], ""
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=arguments.section_seconds,
+            )
+            output, error = done.stdout, done.stderr if done.returncode else ""
+        except subprocess.TimeoutExpired as late:
+            output = (late.stdout or b"").decode()
+            error = f"it took more than {arguments.section_seconds} s"
+        for line in output.splitlines():
+            kind, _, text = line.partition(" ")
+            if kind == "ROW":
+                rows.append(json.loads(text))
+            elif kind == "STATE":
+                self.state |= json.loads(text)
+            elif kind == "CONTEXT":
+                self.context = json.loads(text)
+        self.sections[name] = rows
+        self.seconds[name] = round(time.monotonic() - begun, 1)
+        if error:
+            self.failed[name] = error[-3000:]
+        with self.lock:
+            names = ("context", "sections", "seconds", "failed")
+            data = {each: getattr(self, each) for each in names}
+            self.file.write_text(json.dumps(data, indent=1), encoding="utf-8")
+            print(name, self.seconds[name], "s", error[-1500:], flush=True)
+            for each in rows:
+                print("   ", json.dumps(each)[:400], flush=True)
+
+
+def run_section(arguments: argparse.Namespace) -> None:
+    """Print the rows of a section, one per line, and what later sections need."""
+    state = {"flops": 1.0, "bytes": 1.0, **json.loads(arguments.state), "out": arguments.out}
+    sizes = SMALL if arguments.small else GPU
+    for each in {**CHECKS, **MEASURES}[arguments.section](sizes, state):
+        print("ROW", json.dumps(each), flush=True)
+    del state["out"]
+    print("STATE", json.dumps(state))
+    print("CONTEXT", json.dumps(context()))
 
 
 def main() -> None:
-    """Run the sections, most valuable first, and write what they found after each."""
+    """Run the sections, checks first, and write what they found after each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of gpu.json")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--seconds", type=float, default=440, help="start no section after these")
-    parser.add_argument("--only", nargs="*", default=["memory", *SECTIONS])
+    parser.add_argument("--section-seconds", type=float, default=200, help="stop a section after")
+    parser.add_argument("--only", nargs="*", default=[*CHECKS, *MEASURES])
+    parser.add_argument("--section", help=argparse.SUPPRESS)
+    parser.add_argument("--state", default="{}", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    sizes = SMALL if arguments.small else GPU
-    if arguments.only == ["memory"]:
-        print(json.dumps(list(memory(sizes, {}))))
+    if arguments.section:
+        run_section(arguments)
         return
+    arguments.out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    found: dict[str, Any] = {"context": {}, "sections": {}, "seconds": {}, "failed": {}}
-    state: dict[str, Any] = {"flops": 1.0, "bytes": 1.0}
-    for name in arguments.only:
+    found = Found(arguments.out / "gpu.json", cache=tempfile.mkdtemp())
+    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        checks = [
+            pool.submit(found.run, name, arguments) for name in arguments.only if name in CHECKS
+        ]
+    for check in checks:
+        check.result()
+    for name in [name for name in arguments.only if name in MEASURES]:
         if time.monotonic() - started > arguments.seconds:
-            found["failed"][name] = "no time was left"
-            continue
-        begun = time.monotonic()
-        rows: list[Row] = []
-        try:
-            if name == "memory":
-                rows = run_memory(arguments)
-            else:
-                for each in SECTIONS[name](sizes, state):
-                    rows.append(each)
-        except Exception:  # noqa: BLE001  a section that fails must not take the others with it
-            found["failed"][name] = traceback.format_exc()[-3000:]
-        found["sections"][name] = rows
-        found["seconds"][name] = round(time.monotonic() - begun, 1)
-        found["context"] = context()
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "gpu.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-        print(name, found["seconds"][name], "s", found["failed"].get(name, ""), flush=True)
-        for each in rows:
-            print("   ", json.dumps(each)[:300], flush=True)
+            found.failed[name] = "no time was left"
+        else:
+            found.run(name, arguments)
 
 
 def context() -> dict[str, str]:
