@@ -76,6 +76,17 @@ def not_in_splash(call: AttentionCall) -> bool:
     return call.mask_shape is not None or call.bias_shape is not None or call.recipe.dropout > 0
 
 
+def not_in_triton(call: AttentionCall) -> bool:
+    return (
+        call.dtype == "float32"
+        or call.q_length * call.heads // call.kv_heads > 64
+        or call.segments
+        or call.mask_shape is not None
+        or call.bias_shape is not None
+        or call.recipe.dropout > 0
+    )
+
+
 def scales(call: AttentionCall) -> bool:
     return call.kv_dtype is not None
 
@@ -90,6 +101,7 @@ ROWS: dict[str, Row] = {
     "sdpa": Row(refuses=lambda call: sharded_length(call) or not_in_jax(call) or scales(call)),
     "cudnn": Row(refuses=lambda call: True),  # no GPU here; tests/attention/test_sdpa.py
     "splash": Row(refuses=lambda call: sharded_length(call) or not_in_splash(call) or scales(call)),
+    "triton_decode": Row(refuses=lambda call: sharded_length(call) or not_in_triton(call)),
 }
 
 
@@ -173,6 +185,11 @@ QUICK_CELLS: dict[str, tuple[str, ...]] = {
         "permuted-float32-sp-auto",
         "decode-float32-tp > kv heads-auto",
         "decode hidden by a bias for all queries, sinks-float32-tp-auto",
+    ),
+    "triton_decode": (
+        "decode slots-bfloat16-tp > kv heads-explicit",
+        "decode drafts-bfloat16-one-auto",
+        "decode int8-bfloat16-one-auto",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""If cuDNN refuses a call on a GPU, many logits take blocks and few logits take XLA."""
+"""What a GPU takes: its own kernels, else blocks for many logits, and XLA for few."""
 
 from __future__ import annotations
 
@@ -46,3 +46,21 @@ def test_few_logits_take_sdpa() -> None:
 )
 def test_limit_counts_per_device(mesh: str, name: str) -> None:
     assert chosen(1024, batch=4, mesh=mesh).name == name  # 256 MiB in all
+
+
+def test_decode_takes_the_kernel_that_reads_a_cache_once() -> None:
+    shapes = ((4, 1, 16, 64), *[(4, 4096, 4, 64)] * 2)
+    rows = {"positions": (4, 1), "kv_positions": (4, 4096)}
+    arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    positions = {name: jax.ShapeDtypeStruct(shape, "int32") for name, shape in rows.items()}
+    call = explain(*arrays, mode="decode", causal=True, **positions).call
+    choice = choose(dataclasses.replace(call, platform="gpu"))
+    assert choice.name == "triton_decode"
+    assert choice.why == "it reads each key once, in the order in which a cache stores it"
+    # Without it, the next one reads the cache in blocks.
+    wide = choose(dataclasses.replace(call, platform="gpu", dtype="float32"))
+    refused = {refusal.name: refusal.reasons for refusal in wide.refusals}
+    assert wide.name == "sdpa"
+    assert refused["triton_decode"] == (
+        "it computes in bfloat16 and float16, and the call in float32",
+    )

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwright as sw
-from shardwright.attention import Result, dot_product_attention, paged_attention
+from shardwright.attention import Result, dot_product_attention, inputs, paged_attention
 from shardwright.caches import quantize
 from shardwright.errors import AttentionError
 from shardwright.testing import assert_collectives, assert_no_collectives, assert_spec, cpu_mesh
@@ -289,7 +289,18 @@ def test_remains_in_a_page_are_hidden() -> None:
     np.testing.assert_array_equal(run({**arrays, **spoiled}), wanted)
 
 
-def test_bfloat16() -> None:
+@pytest.mark.parametrize(
+    ("platform", "layout"),
+    [
+        ("cpu", "pages"),
+        # The kernel for GPUs, interpreted.
+        ("gpu", "one device"),
+        ("gpu", "batch, pages and kv heads"),
+        ("gpu", "pages over the batch's shards"),
+    ],
+)
+def test_bfloat16(platform: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "platform_of", lambda mesh: platform)
     arrays = {
         name: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
         for name, x in Batch().arrays().items()
@@ -300,9 +311,12 @@ def test_bfloat16() -> None:
             for name, x in arrays.items()
         }
     )
-    manager = manager_of("pages")
+    manager = manager_of(layout)
     with manager:
-        result = run(place(arrays, manager))
+        placed = place(arrays, manager)
+        result = run(placed)
+        traced = str(jax.make_jaxpr(lambda arrays: paged_attention(**arrays))(placed))
+    assert ("pallas_call" in traced) == (platform == "gpu")
     assert result.dtype == jnp.bfloat16
     assert np.linalg.norm(np.asarray(result, np.float32) - wanted) / np.linalg.norm(wanted) < 5e-3
 

@@ -215,6 +215,9 @@ def _preference(call: AttentionCall) -> list[tuple[str, str]]:
     if call.recipe.cached is not None:
         # The TPU's own kernel needs keys ordered by head, and would copy the cache into that order.
         return [("blockwise", "it reads a cache in its stored order"), *fast, *last]
+    if call.platform == "gpu" and call.mode == MODE_DECODE:
+        once = ("triton_decode", "it reads each key once, in the order in which a cache stores it")
+        return [once, *fast, *_without_cudnn(call), *last]
     if call.platform == "gpu":
         return [*fast, *_without_cudnn(call), *last]
     return [*fast, ("blockwise", "memory linear in length"), *last]

@@ -42,6 +42,7 @@ from shardwright.attention.kernels import (
     ring,
     sdpa,
     splash,
+    triton_decode,
     ulysses,
     vanilla,
 )
@@ -108,6 +109,12 @@ SHIPPED: Final[tuple[Implementation, ...]] = (
     Implementation(name="sdpa", supports=sdpa.supports, run=sdpa.run),
     Implementation(name="cudnn", supports=cudnn.supports, run=cudnn.run),
     Implementation(name="splash", supports=splash.supports, run=splash.run),
+    Implementation(
+        name="triton_decode",
+        supports=triton_decode.supports,
+        run=triton_decode.run,
+        takes_scales=True,
+    ),
 )
 # What users register. Replaced as a whole, never mutated, so that readers need no lock.
 _own: tuple[Implementation, ...] = ()

@@ -20,10 +20,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardwright import _jax
-from shardwright.attention.call import AttentionCall, JointSpecs, Operands, Result
+from shardwright.attention.call import AttentionCall, JointSpecs, KVHeads, Operands, Result
 from shardwright.attention.checks import check_dims, check_integers, check_range, check_scale
 from shardwright.attention.inputs import describe, read_options
-from shardwright.attention.kernels import blockwise, flash_decode
+from shardwright.attention.kernels import blockwise, flash_decode, triton_decode
 from shardwright.attention.parts import online_softmax, sequence, shards
 from shardwright.attention.sharding import resolve_pages
 from shardwright.errors import AttentionError
@@ -218,6 +218,8 @@ def _run(operands: Operands, tables: jax.Array, call: AttentionCall) -> Result:
         (by_operand, table_spec, *shards.head_specs(call)),
         out_specs=Result(o=specs.output, lse=specs.lse).only(call),
         mesh=call.mesh,
+        # Pallas prevents JAX from tracking which devices hold equal values.
+        check_vma=not _by_triton(call),
     )
     return result
 
@@ -279,7 +281,7 @@ def _attend(
     operands = combine.with_all_heads(shard) if combine.axes else shard
     by_page = bool(call.specs.kv_length)
     first = jax.lax.axis_index(call.specs.kv_length) * shard.k.shape[0] if by_page else 0
-    at_once = max(1, _ROWS // page_size)
+    at_once = 1 if _by_triton(call) else max(1, _ROWS // page_size)
     operands, table = _jax.vary_together(
         (operands.replace(sinks=None), _compact(tables - first, shard, at_once))
     )
@@ -292,11 +294,17 @@ def _attend(
         block = shards.pick_kv_heads(_read(operands, entries), call, head_index, kv_head_index)
         return blockwise.forward(block, recipe, state=state)
 
-    # The number of steps depends on the longest sequence, not on the width of the tables.
-    count = jnp.max(jnp.sum(table.here, axis=1, dtype=jnp.int32))
-    state = jax.lax.fori_loop(
-        0, (count + at_once - 1) // at_once, add, online_softmax.start(operands.q, operands.v)
-    )
+    if _by_triton(call):
+        rows = _key_positions(table, page_size)
+        rows = jnp.where(rows < operands.lengths[:, None], rows, -1)
+        interpret = triton_decode.is_interpreted(call)
+        state = triton_decode.forward(operands, rows, table.pages, recipe, interpret=interpret)
+    else:
+        # The number of steps depends on the longest sequence, not on the width of the tables.
+        count = jnp.max(jnp.sum(table.here, axis=1, dtype=jnp.int32))
+        state = jax.lax.fori_loop(
+            0, (count + at_once - 1) // at_once, add, online_softmax.start(operands.q, operands.v)
+        )
     if shared:
         state = flash_decode.return_sequences(state, shared, call.shards(shared))
     if combine.axes:
@@ -309,6 +317,13 @@ def _attend(
     if not call.return_lse:
         return Result(o=o)
     return Result(o=o, lse=jnp.where(tokens[:, None, :], result.lse, -jnp.inf))
+
+
+def _by_triton(call: AttentionCall) -> bool:
+    """Whether the kernel for GPUs reads the pages."""
+    if call.platform != "gpu" or call.specs.grouping is not KVHeads.SAME:
+        return False
+    return not triton_decode.not_in_triton(call)
 
 
 def _shared_axes(specs: JointSpecs) -> tuple[str, ...]:
@@ -343,18 +358,22 @@ def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _ShardPages:
 
 def _read(operands: Operands, entries: _ShardPages) -> Operands:
     """Return the operands with the keys of these pages, `[batch, rows, kv_heads, head_dim]`."""
-    page_size = operands.k.shape[1]
-    positions = (
-        entries.ordinals[:, :, None] * page_size
-        + jnp.arange(page_size, dtype=jnp.int32)[None, None]
-    )
-    # An entry that is not here reads page 0, whose rows are hidden by the position -1.
-    positions = jnp.where(entries.here[:, :, None], positions, -1).reshape(positions.shape[0], -1)
-    rows = {}
+    positions, rows = _key_positions(entries, operands.k.shape[1]), {}
     for name in ("k", "v", "k_scale", "v_scale"):
         if (pages := getattr(operands, name)) is not None:
             rows[name] = pages[entries.pages].reshape(*positions.shape, *pages.shape[2:])
     return operands.replace(kv_positions=positions, **rows)
+
+
+def _key_positions(entries: _ShardPages, page_size: int) -> jax.Array:
+    """Return the positions of the rows of pages, `[batch, rows]`.
+
+    An entry that is not here reads page 0, whose rows are hidden by the position -1.
+    """
+    rows = jnp.arange(page_size, dtype=jnp.int32)[None, None]
+    positions = entries.ordinals[:, :, None] * page_size + rows
+    positions = jnp.where(entries.here[:, :, None], positions, -1)
+    return positions.reshape(positions.shape[0], -1)
 
 
 # Arguments.

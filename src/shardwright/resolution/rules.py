@@ -67,6 +67,7 @@ class Attention(enum.StrEnum):
     RING = "ring"
     SDPA = "sdpa"
     SPLASH = "splash"
+    TRITON_DECODE = "triton_decode"
     ULYSSES = "ulysses"
     VANILLA = "vanilla"
 

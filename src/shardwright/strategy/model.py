@@ -235,6 +235,7 @@ Shipped = Literal[
     "ring",
     "sdpa",
     "splash",
+    "triton_decode",
     "ulysses",
     "vanilla",
 ]

@@ -65,10 +65,13 @@ def run(operands: Operands, call: AttentionCall) -> Result:
 
 
 def _attend_shard(call: AttentionCall, shard: Operands) -> Result:
-    shard = _jax.vary_together(shard)
-    floats = {name: getattr(shard, name) for name in _FLOATS}
-    o, lse, lse_error = _attend((call.recipe, call.dtype), floats, shard.replace(**_NO_FLOATS))
+    o, lse, lse_error = _attend((call.recipe, call.dtype), *split(_jax.vary_together(shard)))
     return Result(o=o, lse=lse, kept=(lse_error,))
+
+
+def split(operands: Operands) -> tuple[dict[str, Any], Operands]:
+    """Return the operands that have gradients by name, and the others."""
+    return {name: getattr(operands, name) for name in _FLOATS}, operands.replace(**_NO_FLOATS)
 
 
 def attend(
@@ -86,9 +89,8 @@ def attend(
       `online_softmax.lse_error_of`.
     """
     operands = _jax.vary_together(operands)
-    floats = {name: getattr(operands, name) for name in _FLOATS}
     results: tuple[jax.Array, jax.Array, jax.Array | None] = _attend(
-        (recipe, dtype or str(operands.q.dtype)), floats, operands.replace(**_NO_FLOATS)
+        (recipe, dtype or str(operands.q.dtype)), *split(operands)
     )
     return results
 
@@ -101,9 +103,10 @@ def _values(
     return o.astype(dtype), lse, lse_error
 
 
-def _backward_pass(
+def backward_pass(
     static: tuple[Arithmetic, str], residuals: Any, cotangents: Any
 ) -> dict[str, Any]:
+    """Return the cotangents of the operands that `split` names; see `derivatives.Backward`."""
     recipe, _ = static
     floats, others, (o, lse, lse_error) = residuals
     # The rounding error of the logsumexp is behind `stop_gradient`, so its cotangent is 0.
@@ -121,7 +124,7 @@ def _backward_pass(
     }
 
 
-_attend = differentiable(_values, _backward_pass)
+_attend = differentiable(_values, backward_pass)
 
 
 # Forward.

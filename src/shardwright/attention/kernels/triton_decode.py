@@ -1,0 +1,311 @@
+"""Decode on GPUs: a few queries per sequence, by a Pallas kernel that Triton compiles.
+
+XLA for GPUs cannot multiply by the keys of one head in the order in which a cache stores them, so
+it writes transposed copies of the whole cache first. This kernel reads each row once. Blocks that
+no query of the sequence sees are not read. The visible blocks of a sequence are divided among
+several programs, whose partial softmaxes are then combined (Flash-Decoding, Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from shardwright.attention.call import Arithmetic, AttentionCall, Operands, Result
+from shardwright.attention.kernels import blockwise
+from shardwright.attention.masks import pair_attends
+from shardwright.attention.parts.derivatives import differentiable
+from shardwright.attention.parts.online_softmax import Running
+from shardwright.attention.parts.shards import (
+    inside_shard_map,
+    lengths_are_whole,
+    no_weights,
+    run_opaque,
+)
+from shardwright.manager import context
+from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
+
+# Queries of one kv head that a program holds, and rows of keys that it reads at a time. A matrix
+# unit multiplies at least 16 rows.
+_MOST_QUERIES, _LEAST_ROWS, _BLOCK = 64, 16, 128
+# Programs in all: a few for each of the more than 100 multiprocessors of a GPU.
+_PROGRAMS = 512
+
+
+def supports(call: AttentionCall) -> tuple[str, ...]:
+    """Return why a call cannot be served: sharded lengths, many queries, or a missing feature."""
+    return (*lengths_are_whole(call), *not_in_triton(call), *inside_shard_map(call))
+
+
+def not_in_triton(call: AttentionCall) -> tuple[str, ...]:
+    """Return why the kernel cannot serve a call, if every device holds whole sequences."""
+    queries = call.q_length * (call.heads // call.kv_heads)
+    reasons = {
+        # A plan cannot see into the kernel.
+        "a plan counts attention in blocks in its place": context.TARGET.value is not None,
+        "its kernel is for GPUs, and the platform is tpu": call.platform == "tpu",
+        f"it computes in bfloat16 and float16, and the call in {call.dtype}": (
+            call.dtype == "float32"
+        ),
+        f"it holds {_MOST_QUERIES} queries per kv head at a time, and the call has {queries}": (
+            queries > _MOST_QUERIES
+        ),
+        "it takes no segments": call.segments,
+        "it takes no dense mask": call.mask_shape is not None,
+        "it takes no bias": call.bias_shape is not None,
+        f"it has no dropout, and dropout is {call.recipe.dropout}": bool(call.recipe.dropout),
+    }
+    return (*(reason for reason, holds in reasons.items() if holds), *no_weights(call))
+
+
+def run(operands: Operands, call: AttentionCall) -> Result:
+    """Attend on every shard of batch and heads. Outside of GPUs the kernel is interpreted."""
+    return run_opaque(functools.partial(_attend_shard, call), operands, call)
+
+
+def _attend_shard(call: AttentionCall, shard: Operands) -> Result:
+    floats, others = blockwise.split(shard)
+    o, lse, _ = _attend((call.recipe, call.dtype, is_interpreted(call)), floats, others)
+    return Result(o=o, lse=lse)
+
+
+def is_interpreted(call: AttentionCall) -> bool:
+    """Whether the kernel runs without a GPU. A call for GPUs runs on CPUs in tests."""
+    on_cpus = isinstance(call.mesh, Mesh) and call.mesh.devices.flat[0].platform == "cpu"
+    return call.platform != "gpu" or on_cpus
+
+
+def _values(
+    static: tuple[Arithmetic, str, bool], floats: dict[str, Any], others: Operands
+) -> tuple[jax.Array, jax.Array, None]:
+    (recipe, dtype, interpret), operands = static, others.replace(**floats)
+    batch, rows = operands.k.shape[:2]
+    positions = jnp.broadcast_to(operands.kv_positions, (batch, rows))
+    if operands.lengths is not None:
+        positions = jnp.where(positions < operands.lengths[:, None], positions, -1)
+    pages = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    state = forward(operands, positions, pages, recipe, interpret=interpret)
+    o, lse, _ = blockwise.finish(state, operands)
+    return o.astype(dtype), lse, None
+
+
+def _backward(static: tuple[Arithmetic, str, bool], residuals: Any, cotangents: Any) -> Any:
+    return blockwise.backward_pass(static[:2], residuals, cotangents)
+
+
+_attend = differentiable(_values, _backward)
+
+
+def forward(
+    operands: Operands,
+    kv_positions: jax.Array,
+    pages: jax.Array,
+    recipe: Arithmetic,
+    *,
+    interpret: bool = False,
+) -> Running:
+    """Return the running state of queries after keys in pages.
+
+    Row j of sequence b is row `j % page_size` of page `pages[b, j // page_size]`. Keys that are not
+    paged are one page per sequence.
+
+    Args:
+      operands: Local arrays. k, v and their scales are `[pages, page_size, kv_heads, ...]`.
+      kv_positions: `[batch, columns * page_size]` int32, negative for rows without a key.
+      pages: `[batch, columns]` int32.
+      recipe: The static part.
+      interpret: Whether to run without a GPU, slowly.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    q, v = operands.q, operands.v
+    (batch, q_length, heads, _), (_, page_size, kv_heads, v_dim) = q.shape, v.shape
+    group = heads // kv_heads
+    queries = max(_LEAST_ROWS, pl.next_power_of_2(group * q_length))
+    # A block lies in one page. Rows that it has beyond the page are masked.
+    block = min(_BLOCK, pl.next_power_of_2(max(page_size, _LEAST_ROWS)))
+    per_page = pl.cdiv(page_size, block)
+    blocks = pages.shape[1] * per_page
+    splits = min(blocks, max(1, _PROGRAMS // (batch * kv_heads)))
+
+    def by_kv_head(rows: jax.Array) -> jax.Array:  # [batch, q_length, heads, ...]
+        grouped = rows.reshape(batch, q_length, kv_heads, group, *rows.shape[3:])
+        moved = jnp.moveaxis(grouped, 2, 1).reshape(batch, kv_heads, -1, *rows.shape[3:])
+        padding = [(0, 0)] * moved.ndim
+        padding[2] = (0, queries - q_length * group)
+        return jnp.pad(moved, padding)
+
+    q_positions = jnp.broadcast_to(operands.q_positions, (batch, q_length))
+    seen_blocks = _visible_blocks(q_positions, kv_positions, recipe, blocks, page_size, block)
+    whole = functools.partial(pl.BlockSpec, index_map=lambda b, h, s: (b, 0))
+    arrays = {
+        "q": (
+            by_kv_head(q),
+            pl.BlockSpec((None, None, queries, _wide(q)), lambda b, h, s: (b, h, 0, 0)),
+        ),
+        # Queries of padding read a repeated position; their results are cut off.
+        "q_positions": (
+            jnp.pad(jnp.repeat(q_positions, group, axis=1), _right(queries, q_length * group)),
+            whole((None, queries)),
+        ),
+        "kv_positions": (kv_positions, whole((None, kv_positions.shape[1]))),
+        "pages": (pages, whole((None, pages.shape[1]))),
+        "blocks": (seen_blocks, whole((None, 2))),
+    }
+    for name in ("k", "v", "k_scale", "v_scale"):
+        if (paged := getattr(operands, name)) is not None:
+            # Every program may read any page.
+            head = pl.BlockSpec(
+                (*paged.shape[:2], None, *(_wide(paged) for _ in paged.shape[3:])),
+                lambda b, h, s, dims=paged.ndim: (0, 0, h, 0)[:dims],
+            )
+            arrays[name] = (paged, head)
+    part = (batch, kv_heads, splits, queries)
+    specs = {
+        "o": pl.BlockSpec((None, None, None, queries, _wide(v)), lambda b, h, s: (b, h, s, 0, 0)),
+        "m": pl.BlockSpec((None, None, None, queries), lambda b, h, s: (b, h, s, 0)),
+    }
+    specs["l"] = specs["m"]
+    kernel = functools.partial(
+        _kernel,
+        names=tuple(arrays),
+        recipe=recipe,
+        page_size=page_size,
+        block=block,
+        splits=splits,
+        dims=(q.shape[-1], v_dim),
+    )
+    shapes = [
+        jax.ShapeDtypeStruct((*part, v_dim), jnp.float32),
+        *[jax.ShapeDtypeStruct(part, jnp.float32)] * 2,
+    ]
+    o, m, l = pl.pallas_call(  # noqa: E741  the name that the literature has
+        kernel,
+        grid=(batch, kv_heads, splits),
+        in_specs=[spec for _, spec in arrays.values()],
+        out_specs=list(specs.values()),
+        out_shape=shapes,
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="triton_decode",
+    )(*(array for array, _ in arrays.values()))
+    top = jnp.max(m, axis=2)
+    weights = jnp.exp(m - top[:, :, None])
+
+    def by_head(rows: jax.Array) -> jax.Array:  # [batch, kv_heads, queries, ...]
+        rows = rows[:, :, : q_length * group]
+        grouped = rows.reshape(batch, kv_heads, q_length, group, *rows.shape[3:])
+        return jnp.moveaxis(grouped, 2, 3).reshape(batch, heads, q_length, *rows.shape[3:])
+
+    return Running(
+        o=by_head(jnp.sum(o * weights[..., None], axis=2)),
+        m=by_head(top),
+        l=by_head(jnp.sum(l * weights, axis=2)),
+    )
+
+
+def _wide(array: jax.Array) -> int:
+    """Return the size of the last dim in a program: Triton has powers of 2 only."""
+    size: int = max(_LEAST_ROWS, 1 << (array.shape[-1] - 1).bit_length())
+    return size
+
+
+def _right(size: int, given: int) -> list[tuple[int, int]]:
+    return [(0, 0), (0, size - given)]
+
+
+def _visible_blocks(
+    q_positions: jax.Array,
+    kv_positions: jax.Array,
+    recipe: Arithmetic,
+    blocks: int,
+    page_size: int,
+    block: int,
+) -> jax.Array:
+    """Return the first block of each sequence that a query sees, and the one after the last."""
+    seen = pair_attends(recipe.mask, q_positions[:, :, None], kv_positions[:, None, :])
+    in_pages = jnp.any(seen, axis=1).reshape(seen.shape[0], -1, page_size)
+    padded = jnp.pad(in_pages, ((0, 0), (0, 0), (0, -page_size % block)))
+    in_blocks = jnp.any(padded.reshape(seen.shape[0], blocks, block), axis=2)
+    numbers = jnp.arange(blocks, dtype=jnp.int32)
+    first = jnp.min(jnp.where(in_blocks, numbers, blocks), axis=1)
+    last = jnp.max(jnp.where(in_blocks, numbers, -1), axis=1)
+    return jnp.stack([jnp.minimum(first, last + 1), last + 1], axis=1)
+
+
+def _kernel(
+    *refs: Any,
+    names: tuple[str, ...],
+    recipe: Arithmetic,
+    page_size: int,
+    block: int,
+    splits: int,
+    dims: tuple[int, int],
+) -> None:
+    """Attend from the queries of one kv head to a part of the visible blocks of a sequence."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    ref = dict(zip((*names, "o", "m", "l"), refs, strict=True))
+    queries, (head_dim, v_dim) = ref["q"].shape[0], dims
+    per_page = pl.cdiv(page_size, block)
+    q = _load(ref["q"], jnp.arange(queries) < queries, head_dim)
+    q_positions = ref["q_positions"][...]
+    first, end = ref["blocks"][0], ref["blocks"][1]
+    # Each program takes an equal part of what the sequence has, not of the capacity.
+    count = (end - first + splits - 1) // splits
+    start = first + pl.program_id(2) * count
+
+    def add(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        o, m, l = state  # noqa: E741
+        page, row = ref["pages"][i // per_page], i % per_page * block
+        here = row + jnp.arange(block) < page_size
+        rows = pl.ds(row, block)
+        at = ref["kv_positions"].at[pl.ds(i // per_page * page_size + row, block)]
+        positions = triton.load(at, mask=here, other=-1)
+        k = _load(ref["k"].at[page, rows], here, head_dim).astype(q.dtype)
+        scores = triton.dot(q, k.T).astype(jnp.float32) * recipe.scale
+        if "k_scale" in ref:
+            scores *= triton.load(ref["k_scale"].at[page, rows], mask=here, other=0.0)[None, :]
+        if recipe.softcap is not None:
+            scores = recipe.softcap * jnp.tanh(scores / recipe.softcap)
+        seen = pair_attends(recipe.mask, q_positions[:, None], positions[None, :])
+        top = jnp.maximum(m, jnp.max(jnp.where(seen, scores, DEFAULT_MASK_VALUE), axis=1))
+        p = jnp.where(seen, jnp.exp(scores - top[:, None]), 0.0)
+        shrink = jnp.exp(m - top)
+        weights, held = p, positions >= 0
+        # A row without a key may hold NaN from an earlier sequence.
+        if "v_scale" in ref:
+            scale = triton.load(ref["v_scale"].at[page, rows], mask=here, other=0.0)
+            weights *= jnp.where(held, scale, 0.0)[None, :]
+        v = _load(ref["v"].at[page, rows], here, v_dim).astype(q.dtype)
+        v = jnp.where(held[:, None], v, jnp.zeros((), v.dtype))
+        new = triton.dot(weights.astype(v.dtype), v).astype(jnp.float32)
+        return o * shrink[:, None] + new, top, l * shrink + jnp.sum(p, axis=1)
+
+    state = (
+        jnp.zeros((queries, ref["o"].shape[1]), jnp.float32),
+        jnp.full((queries,), DEFAULT_MASK_VALUE, jnp.float32),
+        jnp.zeros((queries,), jnp.float32),
+    )
+    o, m, l = jax.lax.fori_loop(start, jnp.minimum(start + count, end), add, state)  # noqa: E741
+    columns = jnp.arange(o.shape[1]) < v_dim
+    triton.store(ref["o"], o, mask=jnp.broadcast_to(columns[None, :], o.shape))
+    ref["m"][...] = m
+    ref["l"][...] = l
+
+
+def _load(rows: Any, here: jax.Array, dim: int) -> jax.Array:
+    """Return rows of vectors. Rows that are not here, and columns from `dim` on, are 0."""
+    from jax.experimental.pallas import triton
+
+    columns = jnp.arange(rows.shape[-1]) < dim
+    # An integer 0 cannot become a float8.
+    other = 0 if jnp.issubdtype(rows.dtype, jnp.integer) else 0.0
+    loaded: jax.Array = triton.load(rows, mask=here[:, None] & columns[None, :], other=other)
+    return loaded
