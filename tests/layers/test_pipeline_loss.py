@@ -228,12 +228,17 @@ def test_own_layers_and_rows_of_size_one(dtype: str) -> None:
 @pytest.mark.full
 def test_memory_of_1f1b_does_not_grow_with_microbatches() -> None:
     """Beside x and its gradient, which all schedules have."""
-    mesh = cpu_mesh("pp:4")
+    given = pipeline_memory.ON_CPUS
     of_1f1b, of_gpipe = (
-        [pipeline_memory.temporary(schedule, count, mesh) for count in (8, 16, 32)]
+        [
+            pipeline_memory.Program(schedule, count, cpu_mesh("pp:4"), **given)
+            .compiled()
+            .temp_size_in_bytes
+            for count in (8, 16, 32)
+        ]
         for schedule in ("1f1b", "gpipe")
     )
-    microbatch = pipeline_memory.MICROBATCH
+    microbatch = given["rows"] * pipeline_memory.WIDTH * 4
     # A stage has one microbatch of x in four; temporaries are x and its gradient, at most twice.
     for few, many in itertools.pairwise(zip((8, 16, 32), of_1f1b, strict=True)):
         assert many[1] - few[1] <= 2.1 * (many[0] - few[0]) / 4 * microbatch

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +17,8 @@ from shardwright.layers import loss, transformer_block
 from shardwright.plan.collectives import Kind, read_collectives
 from shardwright.plan.search.settings import read_pins, with_settings
 from shardwright.plan.walk.events import Event
+from shardwright.testing import cpu_mesh
+from tests.layers import pipeline_memory
 from tests.layers.test_pipeline import DENSE, X
 from tests.layers.test_pipeline_loss import manager
 
@@ -80,6 +84,38 @@ def test_plan_equals_the_program(schedule: str, mesh: str, kind: Any) -> None:
         # Losses of the layers, [microbatches, layers]: zeros here, which a plan does not send.
         gathers[("pp",), 4 * 8 * DENSE.layers] += 1
     assert gathers == sent(found, Kind.ALL_GATHER)
+
+
+@pytest.mark.full(but=["1f1b-8-pp:4,fsdp:2"])
+@pytest.mark.parametrize("mesh", ["pp:4,fsdp:2", "pp:4"])
+@pytest.mark.parametrize(
+    ("schedule", "count"),
+    [(each, 8) for each in pipeline_memory.SCHEDULES] + [("circular", 16), ("1f1b", 32)],
+)
+def test_memory_is_in_the_planned_range(schedule: str, count: int, mesh: str) -> None:
+    """On CPUs; the page has TPUs."""
+    program = pipeline_memory.Program(schedule, count, cpu_mesh(mesh), **pipeline_memory.ON_CPUS)
+    plan, found = program.planned(), program.compiled()
+    # XLA for CPUs leaves temporary arrays out of its peak.
+    held = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    assert plan.low <= held <= plan.high
+
+
+@pytest.mark.full
+def test_page_shows_memory_on_tpus() -> None:
+    """The page has the planned range, and a peak of the compiler inside it."""
+    page = (Path(__file__).parents[2] / "docs/development/compiled.md").read_text()
+    rows = re.findall(
+        r"^\| (gpipe|circular|1f1b) \| (\d+) \| (.*) to (.*) \| (.*) \|$", page, re.MULTILINE
+    )
+    assert len(rows) == 9
+    for schedule, count, *numbers in rows:
+        low, high, found = (int(each.replace(",", "")) for each in numbers)
+        mesh = sw.abstract_mesh("pp:4,fsdp:2")
+        program = pipeline_memory.Program(schedule, int(count), mesh, **pipeline_memory.ON_TPUS)
+        plan = program.planned()
+        assert (low, high) == (round(plan.low / 2**20), round(plan.high / 2**20)), schedule
+        assert low <= found <= high, (schedule, count)
 
 
 @pytest.mark.full

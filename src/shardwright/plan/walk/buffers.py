@@ -98,6 +98,9 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         )
         for value, aval, later in zip(values, step.results, step.wanted, strict=True)
     ]
+    if step.name == "dynamic_update_slice" and step.values[0].free and births[0] is not None:
+        # The gradient of a slice. XLA may pad the slice in the kernel that adds it to others.
+        births[0].min_bytes = 0
     if step.name == "dot_general":
         single = with_one_row(step.equation, [{0}, {1}])
         keep_copies((step.values[at].buffer for (at,) in single), ledger.timeline)
@@ -117,8 +120,11 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
     if step.name == "dot_general" and step.location.recomputed:
         # The backward pass may then run in another order, see `_REMAT` of `liveness`.
         ledger.timeline.recomputes = True
+    carries: Sequence[Buffer | None] = ()
     if step.name == "scan":
         _shard_sums(step, births)
+        if ledger.in_stage:
+            carries = births[: bodies(step.equation)[0].carried]
     _unadded(step, values, births)
     _mark_hosted(step, values, births, operands)
     ledger.timeline.add(
@@ -135,6 +141,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         # for the optimizer state of an 8B step on v5p: both happen).
         early=step.name == "device_put"
         and any(each.host and _is_argument(each) for each in operands),
+        carries=[birth for birth in carries if birth is not None],
     )
     pairs_of = zip(values, births, strict=True)
     return [dataclasses.replace(value, buffer=birth) for value, birth in pairs_of]

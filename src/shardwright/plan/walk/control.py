@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from shardwright.dims.bodies import bodies
 from shardwright.plan.collectives.collective import Kind
-from shardwright.plan.walk.entries import TEMPORARY, Buffer, Peak
+from shardwright.plan.walk.entries import LOOPS, TEMPORARY, Buffer, Peak
 from shardwright.plan.walk.equations import called_jaxpr, run_bodies
 from shardwright.plan.walk.events import WalkLocation, Work
 from shardwright.plan.walk.liveness import Timeline
@@ -55,8 +55,7 @@ def scan(step: PlanStep) -> list[ShardedValue]:
         step.ledger.move(value, aval, goal.dims, step.location, origins=goal.origins)
     wanted = [value.dims for value in carry] + [None] * (len(body.outvars) - carries)
     outer = step.ledger.begin_inner()
-    # A carry is in memory during the whole scan. It is counted outside, with the scan's results.
-    held = [dataclasses.replace(value, buffer=None) for value in carry]
+    held = _with_carries(step, carry, body.invars[constants:split])
     sliced = _with_slices(step, inputs, body.invars[split:])
     before = len(step.ledger.events)
     ends = step.walk(body, [*fixed, *held, *sliced], location=location, wanted=wanted)
@@ -111,6 +110,32 @@ def _with_slices(step: PlanStep, values: list[ShardedValue], variables: Any) -> 
     step.ledger.timeline.add(births=[part for part in slices if part is not None])
     pairs = zip(values, slices, strict=True)
     return [dataclasses.replace(value, buffer=part) for value, part in pairs]
+
+
+def _with_carries(
+    step: PlanStep, carry: Sequence[ShardedValue], variables: Any
+) -> list[ShardedValue]:
+    """Give the carries of a scan their buffers in the body, or none.
+
+    A carry is in memory during the whole scan, so it is counted outside, with the results. In a
+    pipeline, that counts what a stage receives twice: the last microbatch is dead long before the
+    next one arrives. A compiler uses its memory in between. There, the body counts the carries.
+    """
+    ledger = step.ledger
+    if not ledger.in_stage or ledger.timeline is None:
+        return [dataclasses.replace(value, buffer=None) for value in carry]
+    held = []
+    for value, later, variable in zip(carry, step.wanted, variables, strict=False):
+        size = ledger.local_bytes(variable.aval, value.dims)
+        # See `_shard_sums` of `buffers`.
+        part = size if later is None else min(size, ledger.local_bytes(variable.aval, later))
+        buffer = Buffer(size=size, kind=LOOPS, min_bytes=part, dtype=str(variable.aval.dtype))
+        buffer.shape = ledger.local_shape(variable.aval, value.dims)
+        buffer.source = step.location.source
+        ledger.timeline.carries.append(buffer)
+        held.append(dataclasses.replace(value, buffer=buffer))
+    ledger.timeline.add(births=ledger.timeline.carries)
+    return held
 
 
 def _carried(

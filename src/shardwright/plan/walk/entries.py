@@ -135,6 +135,7 @@ class Entry:
       parts: Bytes of the parts of its result that a collective matmul holds at least.
       early: Whether its results are made at the start of the program, at the upper end of the
         peak. At the lower end, they are made right before the first equation that reads them.
+      carries: Those of `births` whose memory is in `inner` while the equation runs.
     """
 
     uses: tuple[Buffer, ...]
@@ -146,3 +147,4 @@ class Entry:
     moved: int
     parts: int
     early: bool
+    carries: tuple[Buffer, ...] = ()

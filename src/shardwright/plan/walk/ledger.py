@@ -48,6 +48,7 @@ class Ledger:
     Attributes:
       sizes: Size of each mesh axis that has more than one device, in mesh order.
       tiled: Whether the compiler keeps arrays in tiles, as those for TPUs do.
+      in_stage: Whether the walk is in a `shard_map` over some mesh axes, such as a pipeline's.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Ledger:
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self._mesh = self.sizes
         self.tiled = not for_gpus()
+        self.in_stage = False
         self.events: list[Event] = []
         # A dict keeps the order of the program. That of a set of texts differs between processes.
         self.choices: dict[CompilerChoice, None] = {}
@@ -87,12 +89,13 @@ class Ledger:
     @contextlib.contextmanager
     def inside(self, manual: Iterable[str]) -> Iterator[None]:
         """Walk the body of a `shard_map` over some mesh axes: its shapes are local over them."""
-        sizes, manual = self.sizes, frozenset(manual)
+        sizes, manual, outer = self.sizes, frozenset(manual), self.in_stage
         self.sizes = {axis: size for axis, size in sizes.items() if axis not in manual}
+        self.in_stage = True
         try:
             yield
         finally:
-            self.sizes = sizes
+            self.sizes, self.in_stage = sizes, outer
 
     def blank(self) -> Ledger:
         """Return an empty ledger for the same mesh, for a walk that only computes shardings."""

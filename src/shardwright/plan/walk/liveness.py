@@ -44,6 +44,7 @@ class Timeline:
         self._angles: dict[tuple[str, int, frozenset[Buffer]], Buffer] = {}
         self.recomputes = False  # whether a matmul is rematerialized
         self.padded: dict[Buffer, Padded] = {}  # written array -> its copies in a padded layout
+        self.carries: list[Buffer] = []  # of the loop whose body this is, if it counts them
 
     def angle(self, name: str, size: int, operands: Iterable[Buffer]) -> Buffer:
         """Return the buffer of a sine or cosine. If it is new, add it to the timeline.
@@ -75,6 +76,7 @@ class Timeline:
         moved: int = 0,
         parts: int = 0,
         early: bool = False,
+        carries: Iterable[Buffer] = (),
         after: Buffer | None = None,
     ) -> None:
         """Add an equation, at the end or right after the one that makes the buffer `after`."""
@@ -88,6 +90,7 @@ class Timeline:
             moved=moved,
             parts=parts,
             early=early,
+            carries=tuple(carries),
         )
         if after is None:
             self._entries.append(entry)
@@ -148,8 +151,11 @@ class Timeline:
             lambda entry: entry.inner.host,
         )
         low = min(self._at_best(way, outputs, stacked) for way in ways.values())
-        if any(map(_is_fetch, self._entries)):
-            self._entries = _one_by_one(self._entries)
+        better = _parts_first(self._entries)
+        if any(map(_is_fetch, better)):
+            better = _one_by_one(better)
+        if better != self._entries:
+            self._entries = better
             reads = find_reads(self._entries, results, stacked)
             orders = (fused_buffers(self._entries, reads, each) for each in Fusion)
             others = [self._way(fused, results, kept) for fused in orders]
@@ -253,7 +259,9 @@ class Timeline:
           way: What is fused.
           reserved: Buffers whose memory is taken from the start.
         """
-        alive = _Alive(way, lambda buffer: buffer.size)
+        # A compiler need not use the memory of a carry between its values: it is counted outside.
+        outside = set(self.carries)
+        alive = _Alive(way, lambda buffer: 0 if buffer in outside else buffer.size)
         alive.add(reserved)
         kinds: dict[Buffer, str] = {}  # of values that overwrite a donated argument
         for entry in self._entries:
@@ -272,6 +280,8 @@ class Timeline:
             )
             # Dropped before the results are added, so that memory that is reused counts once.
             alive.drop(ended)
+            overwritten = {buffer.size for buffer in ended if buffer in outside}
+            outside.update(birth for birth in entry.births if birth.size in overwritten)
             alive.add(entry.births)
             # What is sent is in memory until the next matmul is done: compilers overlap the two.
             moved = max(entry.moved, sent)
@@ -279,7 +289,7 @@ class Timeline:
                 sent = entry.moved
             now = alive.total + entry.inner.high + moved
             if now > most:
-                most, present = now, list(alive.buffers)
+                most, present = now, [each for each in alive.buffers if each not in outside]
                 peak_entry = dataclasses.replace(entry, moved=moved)
             alive.end(at)
         return most, () if peak_entry is None else _live(present, peak_entry, kinds)
@@ -308,8 +318,9 @@ class Timeline:
             ]
             ended = (buffer for buffer in (*entry.in_place, *starts) if way.last.get(buffer) == at)
             alive.drop(ended)
-            alive.add(entry.births)
+            alive.add(birth for birth in entry.births if birth not in entry.carries)
             peak = max(peak, alive.total + extra(entry))
+            alive.add(entry.carries)
             alive.end(at)
         return peak
 
@@ -330,6 +341,31 @@ def _late(entries: Sequence[Entry]) -> list[Entry]:
             place(entry)
     unread = [entry for entry in entries if id(entry) not in ordered]
     return [*unread, *ordered.values()]
+
+
+def _parts_first(entries: list[Entry]) -> list[Entry]:
+    """Return equations in an order in which parts of an array are read before it is overwritten.
+
+    The derivative of an update of an array writes zeros into the gradient, then reads the part that
+    was there. XLA reads first, where it can, since it would have to copy the array otherwise.
+    """
+    written: dict[Buffer, Entry] = {}
+    earlier: dict[int, list[Entry]] = {}  # by id: equal entries are two equations
+    for entry in entries:
+        found = [written[use] for use in entry.uses if use in written]
+        if len(entry.births) == len(found) == 1 and entry.births[0].operands is not None:
+            (part,) = entry.births
+            if 2 * part.size <= max(use.size for use in entry.uses):
+                part.operands = None  # a copy: it is read after the array is overwritten
+                earlier.setdefault(id(found[0]), []).append(entry)
+        written.update(dict.fromkeys(entry.in_place, entry))
+    moved = {id(each) for parts in earlier.values() for each in parts}
+    return [
+        each
+        for entry in entries
+        if id(entry) not in moved
+        for each in (*earlier.get(id(entry), ()), entry)
+    ]
 
 
 def _is_fetch(entry: Entry) -> bool:

@@ -10,6 +10,7 @@ from shardwright import _jax
 from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.walk.buffers import add_local
 from shardwright.plan.walk.control import UNKNOWN_RUNS
+from shardwright.plan.walk.entries import TEMPORARY, Buffer
 from shardwright.plan.walk.equations import (
     called_jaxpr,
     live_equations,
@@ -19,12 +20,14 @@ from shardwright.plan.walk.equations import (
 from shardwright.plan.walk.events import WalkLocation, Work
 from shardwright.plan.walk.step import PlanStep
 from shardwright.plan.walk.values import (
+    Dims,
     Origin,
     ShardedValue,
     axes_of,
     merged_origins,
     shards,
 )
+from shardwright.resolution.pipeline import STAGES
 from shardwright.trees.tensors import whole_bytes
 
 _KINDS: Final = {
@@ -81,7 +84,8 @@ def shard_map(step: PlanStep) -> list[ShardedValue]:
     """Follow a `shard_map`: operands move to its input specs, then its body runs."""
     parameters, sizes = step.parameters, step.ledger.sizes
     manual = step.ledger.renamed(_jax.newly_manual_axes(parameters))
-    if set(sizes).difference(manual):
+    # The body of a pipeline has carries of many bytes, which only the walk over values counts once.
+    if set(sizes).difference(manual) or STAGES in manual:
         return _over_some(step, manual)
     for at, (spec, aval) in enumerate(zip(parameters["in_specs"], step.avals, strict=True)):
         dims = step.ledger.dims_of(spec, aval.ndim)
@@ -109,7 +113,8 @@ def _over_some(step: PlanStep, manual: tuple[str, ...]) -> list[ShardedValue]:
         rest = _without(step.values[at], manual)
         own = ledger.dims_of(spec, aval.ndim)
         dims = tuple((*first, *others) for first, others in zip(own, rest.dims, strict=True))
-        values.append(_without(step.move(at, dims), manual))
+        moved = _without(step.move(at, dims), manual)
+        values.append(dataclasses.replace(moved, buffer=_given(step, at, dims)))
     body = getattr(step.parameters["jaxpr"], "jaxpr", step.parameters["jaxpr"])
     with ledger.inside(manual):
         ends = step.walk(body, values)
@@ -125,6 +130,16 @@ def _over_some(step: PlanStep, manual: tuple[str, ...]) -> list[ShardedValue]:
         )
         for spec, end, aval in specs
     ]
+
+
+def _given(step: PlanStep, at: int, dims: Dims) -> Buffer | None:
+    """Return the buffer of an operand in the body: a copy if it is in another sharding there."""
+    buffer, timeline = step.values[at].buffer, step.ledger.timeline
+    if buffer is None or timeline is None or step.values[at].dims == dims:
+        return buffer
+    copy = Buffer(size=step.ledger.local_bytes(step.avals[at], dims), kind=TEMPORARY)
+    timeline.add([buffer], [copy])
+    return copy
 
 
 def _without(value: ShardedValue, axes: tuple[str, ...]) -> ShardedValue:
