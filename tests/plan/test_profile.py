@@ -257,11 +257,10 @@ def names(kind: str, entries: dict[int, str]) -> str:
     )
 
 
-def space(planes: list[str]) -> bytes:
+def space(planes: list[str], module: str = MODULE) -> bytes:
     """A profile with the program, and planes in protobuf text."""
     # Of the program, the text in place of its name, and four devices; see `report`.
-    module = field(1, MODULE.encode()) + field(15, 4 * field(3, b"\x0a\x01\x00"))
-    proto = field(1, module)
+    proto = field(1, field(1, module.encode()) + field(15, 4 * field(3, b"\x0a\x01\x00")))
     metadata = (
         'planes { id: 9 name: "/host:metadata" event_metadata { key: 12 value { id: 12 '
         f'name: "jit_step(12)" stats {{ metadata_id: 1 bytes_value: {quoted(proto)} }} }} }} '
@@ -328,8 +327,10 @@ def report(monkeypatch: pytest.MonkeyPatch) -> PlanReport:
     return dataclasses.replace(planned, walked=walked)
 
 
-def measured(tmp_path: Path, report: PlanReport, planes: list[str]) -> Profile:
-    (tmp_path / "host.xplane.pb").write_bytes(space(planes))
+def measured(
+    tmp_path: Path, report: PlanReport, planes: list[str], module: str = MODULE
+) -> Profile:
+    (tmp_path / "host.xplane.pb").write_bytes(space(planes, module))
     return manager("fsdp", "fsdp:4").profile(tmp_path, report)
 
 
@@ -378,6 +379,93 @@ def test_gpu_kernels_have_their_own_streams(tmp_path: Path, report: PlanReport) 
     assert us(found.matmuls) == pytest.approx(100)
     assert us(found.compute) == pytest.approx(150)
     assert us(found.exposed) == pytest.approx(150)
+
+
+# One CUDA graph. Its nodes 1, 2 and 5 are graphs of libraries, whose kernels have the numbers after
+# those of all nodes. The second sum runs the kernel of the first one.
+GRAPH = f"""HloModule jit_step, is_scheduled=true
+
+%fused (q: f32[8,8]) -> f32[8,8] {{
+  %q = f32[8,8]{{1,0}} parameter(0)
+  ROOT %sum = f32[8,8]{{1,0}} add(%q, %q)
+}}
+
+ENTRY %main (p: f32[8,8]) -> f32[8,8] {{
+  %p = f32[8,8]{{1,0}} parameter(0)
+  %loop_add_fusion.1 = f32[8,8]{{1,0}} fusion(%p), kind=kLoop, calls=%fused, {meta("add", 1)}
+  %gemm.1 = f32[8,8]{{1,0}} custom-call(%loop_add_fusion.1), \
+custom_call_target="__cublas$lt$matmul", {meta("dot", 2)}
+  %attention.1 = f32[8,8]{{1,0}} custom-call(%gemm.1), \
+custom_call_target="__cudnn$fmhaSoftmax", {meta("attend", 3)}
+  %copy.1 = f32[8,8]{{1,0}} copy(%attention.1)
+  %loop_add_fusion.2 = f32[8,8]{{1,0}} fusion(%copy.1), kind=kLoop, calls=%fused, {meta("add", 5)}
+  ROOT %gemm.2 = f32[8,8]{{1,0}} custom-call(%loop_add_fusion.2), \
+custom_call_target="__cublas$lt$matmul", {meta("dot", 6)}
+}}
+"""
+# Node and microseconds of each kernel, in their order.
+KERNELS = [
+    ("loop_add_fusion_1", 0, 10),
+    ("Memset 0", 6, 1),
+    ("nvjet_sm90", 7, 100),
+    ("Memset 0", 9, 1),
+    ("cudnn_flash", 10, 50),
+    ("convert_dq", 11, 20),
+    ("memcpy128", 3, 5),
+    ("loop_add_fusion_1", 4, 30),
+    ("nvjet_sm90", 12, 200),
+]
+
+
+def graph_plane() -> str:
+    known = dict(enumerate(dict.fromkeys(name for name, _, _ in KERNELS), 1))
+    events = []
+    for launch in range(RUNS):
+        start = 1000 * launch
+        for name, node, took in KERNELS:
+            stats = {4: 77 << 32 | node, 5: launch + 1}
+            numbers = " ".join(
+                f"stats {{ metadata_id: {key} uint64_value: {value} }}"
+                for key, value in stats.items()
+            )
+            at = next(key for key, kernel in known.items() if kernel == name)
+            events.append(event(at, start, took, 1, 3).removesuffix("}") + numbers + " }")
+            start += took
+    stats = names(
+        "stat_metadata",
+        {
+            2: "hlo_op",
+            3: "hlo_module",
+            4: "cuda_graph_node_id",
+            5: "correlation_id",
+            21: "command_buffer_1",
+            33: "jit_step",
+        },
+    )
+    return (
+        f'planes {{ id: 1 name: "/device:GPU:0" lines {{ id: 1 name: "Stream #1(Compute)" '
+        f"{' '.join(events)} }} {names('event_metadata', known)} {stats} }}"
+    )
+
+
+def test_kernels_of_cuda_graphs_join_the_program(tmp_path: Path, report: PlanReport) -> None:
+    found = measured(tmp_path, report, [graph_plane()], module=GRAPH)
+    assert (found.platform, found.devices, found.runs) == ("gpu", 1, RUNS)
+    assert {line.source: round(us(line.seconds)) for line in found.lines} == {
+        "model.py:1": 10,
+        "model.py:2": 101,
+        "model.py:3": 71,
+        "": 5,
+        "model.py:5": 30,
+        "model.py:6": 200,
+    }
+    assert us(found.matmuls) == pytest.approx(101 + 71 + 200)
+    assert us(found.compute) == pytest.approx(417)
+
+
+def test_graphs_of_another_program_say_what_to_do(tmp_path: Path, report: PlanReport) -> None:
+    with raises(ProgramError, "no operation", fix="xla_gpu_enable_command_buffer"):
+        measured(tmp_path, report, [graph_plane()])
 
 
 def test_end_of_an_operation_is_no_operation(tmp_path: Path, report: PlanReport) -> None:

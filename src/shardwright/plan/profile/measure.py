@@ -15,8 +15,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardwright import _jax
 from shardwright.errors import ProgramError, did_you_mean
+from shardwright.plan.collectives.hlo import parse_hlo
 from shardwright.plan.layout import Layout
 from shardwright.plan.planner import PlanReport
+from shardwright.plan.profile.graphs import named_kernels
 from shardwright.plan.profile.intervals import Interval, merged, outside, total
 from shardwright.plan.profile.match import planned_for
 from shardwright.plan.profile.operations import ProgramOps, read_ops
@@ -140,6 +142,11 @@ def profile_trace(
             fix="read the profile with the jaxlib that recorded it",
         ) from error
     ops = read_ops(text, mesh, partitions=count_partitions(module))
+    if recording.platforms[name] == "gpu":
+        parsed = parse_hlo(text)
+        timeline = {
+            device: named_kernels(operations, parsed) for device, operations in timeline.items()
+        }
     runs = _count_runs(timeline, ops)
     devices = [_DeviceTime.make(operations, ops) for operations in timeline.values()]
     measured = _Measured(devices=devices, runs=runs)
@@ -155,7 +162,9 @@ def profile_trace(
         compute=measured.mean(lambda device: total(device.busy)),
         exposed=measured.mean(lambda device: device.exposed(device.spans)),
         matmuls=measured.mean(
-            lambda device: total(each[1:] for each in device.computed if each.op in ops.matmuls)
+            lambda device: total(
+                _interval(each) for each in device.computed if each.op in ops.matmuls
+            )
         ),
         collectives=_most_first(collectives),
         axes=_most_first(_axes(measured, collectives, report.events, layout)),
@@ -178,6 +187,10 @@ def profile_trace(
     )
 
 
+def _interval(timed: TimedOp) -> Interval:
+    return timed.start, timed.end
+
+
 T = TypeVar("T", MeasuredCollective, MeasuredAxis, LineTime)
 
 
@@ -196,7 +209,7 @@ def _choose(recording: Recording, program: str | None) -> str:
         return max(
             timed,
             key=lambda name: sum(
-                total(each[1:] for each in operations)
+                total(map(_interval, operations))
                 for operations in recording.timelines[name].values()
             ),
         )
@@ -223,7 +236,8 @@ def _count_runs(timeline: DeviceOps, ops: ProgramOps) -> int:
     if not counted:
         raise ProgramError(
             "no operation in the profile is one of its program",
-            fix="record it again; jax.profiler.ProfileOptions may leave operations out",
+            fix="record it again; jax.profiler.ProfileOptions may leave operations out, and so do "
+            "CUDA graphs: XLA_FLAGS=--xla_gpu_enable_command_buffer= runs a program without them",
         )
     # On a GPU, an operation may be several kernels. A profile may begin inside a run.
     return max(1, statistics.mode(count // per_run[op] for (_, op), count in counted.items()))
@@ -328,9 +342,6 @@ def _lines(measured: _Measured, ops: ProgramOps) -> Iterator[LineTime]:
     for source, timed in members.items():
         yield LineTime(
             source=source,
-            seconds=total(each[1:] for each in timed)
-            * _NANO
-            / len(measured.devices)
-            / measured.runs,
+            seconds=total(map(_interval, timed)) * _NANO / len(measured.devices) / measured.runs,
             ops=len({each.op for each in timed}),
         )

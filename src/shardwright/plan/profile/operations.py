@@ -18,8 +18,9 @@ from shardwright.plan.collectives.read import read_collectives
 _CONTROL: Final = frozenset({"while", "conditional", "call"})
 # The text of a program marks the end of a split collective on a TPU so.
 _ENDS: Final = '"AsyncCollectiveDone"'
-# Matmuls that XLA passes to a library, such as cuBLAS.
-_LIBRARY_MATMUL: Final = re.compile(r'custom_call_target="[^"]*(gemm|matmul)', re.IGNORECASE)
+# Matmuls that XLA passes to a library, such as cuBLAS,
+# and attention that it passes to cuDNN, "__cudnn$fmhaSoftmax".
+_LIBRARY_MATMUL: Final = re.compile(r'custom_call_target="[^"]*(gemm|matmul|fmha)', re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,11 +23,23 @@ _FIX: Final = "record it with: with jax.profiler.trace(FOLDER): ..."
 
 
 class TimedOp(NamedTuple):
-    """One run of an operation on one device. Times are in nanoseconds."""
+    """One run of an operation on one device. Times are in nanoseconds.
+
+    Attributes:
+      op: Name of the operation, or of the CUDA graph that it is a node of; see `graphs`.
+      start: When it began.
+      end: When it ended.
+      kernel: Of a node, the name of its kernel.
+      node: Of a node, its number in the graph. -1 outside of graphs.
+      launch: Of a node, the number of the launch of the graph.
+    """
 
     op: str
     start: float
     end: float
+    kernel: str = ""
+    node: int = -1
+    launch: int = 0
 
 
 # Device -> its operations, in the order of their starts.
@@ -143,6 +155,11 @@ def _stated(platform: str, lines: Any, device: str = "") -> Iterator[_Found]:
             place = device or f"cpu{stats.get('device_ordinal', 0)}"
             module, key = str(stats.get("hlo_module", "")), str(stats.get("program_id", ""))
             timed = TimedOp(str(op), event.start_ns, event.end_ns)
+            if "cuda_graph_node_id" in stats:
+                # The upper half is the number of the graph.
+                node = int(stats["cuda_graph_node_id"]) & 0xFFFFFFFF
+                launch = int(stats.get("correlation_id", 0))
+                timed = timed._replace(kernel=event.name, node=node, launch=launch)
             yield platform, place, module, key, timed
 
 
