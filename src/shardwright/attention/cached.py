@@ -14,6 +14,7 @@ from shardwright.attention.masks import MaskRules, Window
 from shardwright.attention.paged import paged_attention
 from shardwright.caches.base import CACHE, KVCache, View
 from shardwright.caches.change import Change
+from shardwright.caches.positions import of_tokens
 from shardwright.caches.rows import RowCache
 from shardwright.caches.sharding import ambient_sharding, axes_by_dim
 from shardwright.errors import AttentionError
@@ -157,7 +158,7 @@ def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> j
     is_token = sharding.place(
         jnp.ones(shape, bool) if valid is None else jnp.asarray(valid), (BATCH, EMPTY)
     )
-    positions = cache.length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
+    positions = of_tokens(cache.length, is_token, every=valid is None)
     return jnp.where(is_token, positions, -1)
 
 

@@ -14,6 +14,23 @@ def row_of(spec: CacheSpec, positions: jax.Array) -> jax.Array:
     return spec.order.row(places, spec.capacity)
 
 
+def of_tokens(length: jax.Array, is_token: jax.Array, *, every: bool) -> jax.Array:
+    """Return the positions of appended tokens, `[batch, q_length]` int32.
+
+    Padding gets no position of its own, so tokens after padding continue without a gap: it has the
+    position of the token before it.
+
+    Args:
+      length: `[batch]` int32, before the append.
+      is_token: `[batch, q_length]` bool.
+      every: Whether the caller knows that all rows are tokens.
+    """
+    if every:
+        # XLA would sum a constant while it compiles: 3 to 10 s for 16 x 32,640 rows.
+        return length[:, None] + jax.lax.broadcasted_iota(jnp.int32, (1, is_token.shape[1]), 1)
+    return length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
+
+
 def positions_of_rows(spec: CacheSpec, length: jax.Array, start: jax.Array | None) -> jax.Array:
     """Return the position that each row holds.
 

@@ -70,8 +70,7 @@ class RowCache(KVCache):
         k, v = jnp.asarray(k), jnp.asarray(v)
         is_token = jnp.ones(k.shape[:2], bool) if valid is None else jnp.asarray(valid)
         is_token = sharding.place(is_token, (BATCH, EMPTY))
-        # Padding gets no position of its own, so tokens after padding continue without a gap.
-        token_positions = self.length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
+        token_positions = positions.of_tokens(self.length, is_token, every=valid is None)
         after = self.length + jnp.sum(is_token, axis=1, dtype=jnp.int32)
         # A ring takes any number of tokens, until positions exceed 32 bits and would wrap.
         overflows = after < self.length if spec.is_ring else after > spec.capacity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NoReturn, Self, final
 
 import jax
@@ -14,6 +15,7 @@ from shardwright.caches.base import KVCache, View, array, buffer
 from shardwright.caches.change import Change
 from shardwright.caches.paged import pool
 from shardwright.caches.paged.pool import PAGE_AXES
+from shardwright.caches.positions import of_tokens
 from shardwright.caches.refusals import Refusal
 from shardwright.errors import CacheError
 from shardwright.vocabulary.axes import EMPTY
@@ -60,9 +62,10 @@ class AssignedPages(KVCache):
     def _append(self, k: jax.Array, v: jax.Array, valid: jax.Array | None) -> Change[Self]:
         is_token = jnp.ones(k.shape[:2], bool) if valid is None else jnp.asarray(valid)
         arguments = (self.length, self.tables, is_token)
+        decide = functools.partial(self._decide, every=valid is None)
         # In a shard_map, as in `PagedCache`: every shard computes the same small integers.
         length, refused, positions, pages = self._sharding.run(
-            self._decide, arguments, (PartitionSpec(),) * 3, out_specs=PartitionSpec()
+            decide, arguments, (PartitionSpec(),) * 3, out_specs=PartitionSpec()
         )
         new = {"k_pages": jnp.asarray(k), "v_pages": jnp.asarray(v)}
         buffers = scatter.scatter_rows(self._placed_buffers, new, pages, positions % self.page_size)
@@ -72,11 +75,11 @@ class AssignedPages(KVCache):
         )
 
     def _decide(
-        self, length: jax.Array, tables: jax.Array, is_token: jax.Array
+        self, length: jax.Array, tables: jax.Array, is_token: jax.Array, *, every: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Return lengths and refusals after an append, and the positions and pages of its rows."""
         count = self.k_pages.shape[0]
-        positions = length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
+        positions = of_tokens(length, is_token, every=every)
         # Padding has the position of the token before it, which is -1 in an empty slot. A position
         # past the capacity may have no column. Both are dropped below.
         columns = jnp.clip(positions // self.page_size, 0, tables.shape[1] - 1)

@@ -115,7 +115,9 @@ class PagedCache(KVCache):
 
     def _append(self, k: jax.Array, v: jax.Array, valid: jax.Array | None) -> Change[Self]:
         is_token = jnp.ones(k.shape[:2], bool) if valid is None else valid
-        decision = self._decide(tables.append, is_token, capacity=self.spec.capacity)
+        decision = self._decide(
+            tables.append, is_token, capacity=self.spec.capacity, every=valid is None
+        )
         assert decision.rows is not None
         positions = self._sharding.place(decision.rows.positions, (BATCH, EMPTY))
         change = self._changed(decision, self._write(decision.rows, k, v))

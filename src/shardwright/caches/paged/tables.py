@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from shardwright.caches import refusals
 from shardwright.caches.paged import claims
 from shardwright.caches.paged.claims import PageClaim, count_pages, refer, used_entries
+from shardwright.caches.positions import of_tokens
 from shardwright.caches.refusals import Refusal
 
 
@@ -89,7 +90,14 @@ class Decision:
     rows: SlotRows | None = None
 
 
-def append(owned: Ownership, is_token: jax.Array, *, capacity: int, page_size: int) -> Decision:
+def append(
+    owned: Ownership,
+    is_token: jax.Array,
+    *,
+    capacity: int,
+    page_size: int,
+    every: bool,
+) -> Decision:
     """Decide on the next tokens of every slot.
 
     Args:
@@ -97,6 +105,7 @@ def append(owned: Ownership, is_token: jax.Array, *, capacity: int, page_size: i
       is_token: `[batch, q_length]` bool.
       capacity: Tokens that a slot may hold.
       page_size: Rows of a page.
+      every: Whether all rows are tokens.
     """
     counts = jnp.sum(is_token, axis=1, dtype=jnp.int32)
     over = owned.length + counts > capacity
@@ -112,7 +121,7 @@ def append(owned: Ownership, is_token: jax.Array, *, capacity: int, page_size: i
         most=most,
     )
     owned = owned.take(claim, jnp.arange(counts.shape[0], dtype=jnp.int32))
-    positions = owned.length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
+    positions = of_tokens(owned.length, is_token, every=every)
     positions = jnp.where(is_token & claim.served[:, None], positions, -1)
     return Decision(
         owned=dataclasses.replace(owned, length=owned.length + jnp.where(claim.served, counts, 0)),
