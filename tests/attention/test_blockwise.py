@@ -142,6 +142,17 @@ def test_keys_in_pieces() -> None:
         np.testing.assert_allclose(grad, want[1][name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+def test_delta_reads_the_rounded_cotangent() -> None:
+    """XLA for GPUs drops a rounding that only converts, and `dp` has the rounded cotangent."""
+
+    def wide(do: Any) -> Any:
+        return blockwise.delta(do, do.astype(jnp.bfloat16))
+
+    do = jnp.ones((1, 2, 1, 4), jnp.float32)
+    assert "reduce_precision[exponent_bits=8 mantissa_bits=7]" in str(jax.make_jaxpr(wide)(do))
+    assert "reduce_precision" not in str(jax.make_jaxpr(lambda do: blockwise.delta(do, do))(do))
+
+
 @pytest.mark.parametrize(
     "mask",
     [

@@ -323,7 +323,14 @@ def delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None = None) -> jax.Arr
     """
     # D of FlashAttention (Dao et al. 2022, algorithm 4). The derivative of the logsumexp by the
     # logits is the weights, so its cotangent is added to `dp`, that is, subtracted here.
-    rows: jax.Array = jnp.einsum("bthd,bthd->bht", o.astype(jnp.float32), do.astype(jnp.float32))
+    wide = do.astype(jnp.float32)
+    if do.dtype != jnp.float32:
+        # XLA may drop the rounding of `do` here (its "excess precision"), but never that of the
+        # operand of the matmul with the values. The difference of both in `dp - delta` is larger
+        # than small gradients: an error of 1.5 % instead of 0.25 % on an H200, with large logits.
+        bits = jnp.finfo(do.dtype)
+        wide = jax.lax.reduce_precision(wide, exponent_bits=bits.nexp, mantissa_bits=bits.nmant)
+    rows: jax.Array = jnp.einsum("bthd,bthd->bht", o.astype(jnp.float32), wide)
     return rows if dlse is None else rows - dlse
 
 
