@@ -137,6 +137,32 @@ def test_loss_equals_optax() -> None:
     blocks.assert_close(unsharded(mean_loss, HEAD), blocks.values_and_gradients(wanted, head, X))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_matmuls_of_bfloat16_stay_bfloat16(tied: bool) -> None:
+    """The logits are float32, and their cotangent is rounded before it is multiplied."""
+    head, x = (a.astype(jnp.bfloat16) for a in (blocks.random_params(HEAD), jnp.asarray(X)))
+
+    def mean(head: Any, x: Any, dtypes: Dtypes) -> Any:
+        head = head.T if tied else head
+        return loss.cross_entropy(x, head, LABELS, tied=tied, dtypes=dtypes).mean
+
+    gradient = jax.jit(jax.value_and_grad(mean, (0, 1)), static_argnums=2)
+    half = Dtypes(compute="bfloat16")
+    lines = gradient.lower(head, x, half).as_text().splitlines()
+    operands = [line.split(" : (")[1].split(")")[0] for line in lines if "dot_general" in line]
+    assert len(operands) == 3
+    assert all("xf32>" not in types for types in operands)
+    wide = [a.astype(jnp.float32) for a in (head, x)]
+    (value, grads), (exact, wanted) = gradient(head, x, half), gradient(*wide, Dtypes())
+    np.testing.assert_allclose(value, exact, rtol=1e-6)
+    for grad, want in zip(grads, wanted, strict=True):
+        error = np.linalg.norm(np.asarray(grad, np.float32) - want) / np.linalg.norm(want)
+        assert error < 5e-3
+    # A frozen head has no tangent, and forward derivatives are those of the matmul.
+    _, tangent = jax.jvp(lambda x: mean(head, x, half), (x,), (x,))
+    np.testing.assert_allclose(tangent, np.vdot(wanted[1], wide[1]), rtol=2e-2)
+
+
 @pytest.mark.full
 def test_chunks_keep_one_part_of_the_logits() -> None:
     """Values and gradients are equal, and the largest array is a chunk of the logits."""
