@@ -74,6 +74,19 @@ def append(cache: Any, k: Any, v: Any, valid: Any = None) -> Any:
     return cache.append(k, v, valid=valid)
 
 
+@pytest.mark.parametrize("options", [{"kind": "dense"}, {"kind": "paged", "page_size": 4}])
+def test_append_of_tokens_sums_no_constant(options: dict[str, Any]) -> None:
+    """XLA for GPUs sums a constant of many rows for minutes while it compiles."""
+    cache = caches.init(batch=2, capacity=8, kv_heads=1, head_dim=4, dtype="float32", **options)
+    rows = jnp.ones((2, 3, 1, 4))
+
+    def appended(valid: Any = None) -> str:
+        return str(jax.make_jaxpr(append)(cache, rows, rows, valid))
+
+    assert "cumsum[axis=1" not in appended()
+    assert "cumsum[axis=1" in appended(jnp.ones((2, 3), bool))
+
+
 def bytes_per_device(tree: Any) -> int:
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
