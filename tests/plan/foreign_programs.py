@@ -18,6 +18,7 @@ if __name__ == "__main__" and "--cpu" not in sys.argv:
     os.environ.update(SETTINGS)  # libtpu reads them when it is loaded
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -297,6 +298,11 @@ def tied_heads(w: Any, tokens: Any, labels: Any) -> Any:
     return cross_entropy(sw.shard(x @ table.T, LOGITS), labels)
 
 
+@program({"table": TABLE}, inputs=WORDS * 2, preset="fsdp_tp", mesh=TP)
+def tied_heads_over_two_axes(w: Any, tokens: Any, labels: Any) -> Any:
+    return tied_heads(w, tokens, labels)
+
+
 WIDE = spec(32000, 512, axes=(sw.VOCAB, sw.EMBED))
 
 
@@ -526,7 +532,9 @@ def compare(name: str, case: Foreign, *, tpu: bool) -> Compared:
     for each in read_collectives(compiled, mesh):
         sent[_row(str(each.kind), each.mesh_axes, tpu)] += each.total_bytes or 0
     for axes_sent in {each.mesh_axes for each in report.events}:
-        _join_parts(planned, sent, "+".join(axes_sent))
+        _join_parts(
+            planned, sent, "+".join(axes_sent), math.prod(case.mesh[axis] for axis in axes_sent)
+        )
     rows = sorted(planned.keys() | sent.keys())
     return Compared(
         name=name,
@@ -535,15 +543,19 @@ def compare(name: str, case: Foreign, *, tpu: bool) -> Compared:
     )
 
 
-def _join_parts(planned: Counter[str], sent: Counter[str], axes: str) -> None:
+def _join_parts(planned: Counter[str], sent: Counter[str], axes: str, devices: int) -> None:
     """Count the permutes of a collective matmul as the reduce-scatter that they take the place of.
 
     The partitioner for TPUs multiplies part by part, and sends each part while it multiplies the
-    next one. There is one part more than devices, and up to two more if several sums are added.
+    next one. A device does not send its own part. If sums are added, there are more parts.
     """
     scatter, permute = f"reduce_scatter over {axes}", f"permute over {axes}"
     missing = planned[scatter] - sent[scatter]
-    if missing > 0 and not planned[permute] and 1 <= sent[permute] / missing < 2:
+    if (
+        missing > 0
+        and not planned[permute]
+        and (devices - 1) / devices <= sent[permute] / missing < 2
+    ):
         sent[scatter] += missing
         del sent[permute]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -23,7 +23,7 @@ def elementwise(step: PlanStep) -> list[ShardedValue]:
     if step.name in NAMES:
         return step.values
     if step.name in KEEPS_SUM:
-        return [_converted(step, step.maybe_partial(0))]
+        return [_converted(step, replace(step.maybe_partial(0), table_moves=()))]
     if step.name in ADDITIONS:
         operands = [step.maybe_partial(at) for at in range(len(step.values))]
         # XLA's AllReduceReassociate: the sum of two all-reduces is one all-reduce of a sum. But on
@@ -45,9 +45,23 @@ def elementwise(step: PlanStep) -> list[ShardedValue]:
     results = follow(step, known, values, choose=_agreed)
     if step.name in ADDITIONS:
         step.ledger.doubt_lookups(values, step.location)
+        _move_table(step, values)
         lookups = frozenset().union(*(value.lookups for value in values))
         results = [replace(value, lookups=lookups) for value in results]
     return results
+
+
+def _move_table(step: PlanStep, terms: Sequence[ShardedValue]) -> None:
+    """Move a gradient to which the rows of a lookup are added, such as that of a tied table.
+
+    XLA's simplifier turns `y + scatter(zeros, rows)` into `scatter(y, rows)` before it partitions.
+    """
+    moves = next((term.table_moves for term in terms if term.table_moves), ())
+    others = [term for term in terms if not term.lookups and not term.free]
+    for term in others[:1]:
+        for held, goal in moves:
+            value = replace(term, dims=held)
+            step.ledger.move(value, step.results[0], goal, step.location, origins=term.origins)
 
 
 def bitcast(step: PlanStep) -> list[ShardedValue]:

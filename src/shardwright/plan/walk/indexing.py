@@ -240,8 +240,19 @@ def _partitioned(
         step.ledger.move(value, aval, move.goal, step.location, origins=origins)
     axes = frozenset(axis for dims in held.values() for axis in axes_of(dims))
     # Read by `Ledger.doubt_lookups`, where the gradients of two lookups in one table are added.
-    lookups = frozenset([(step.place, axes)]) if lookup.adds else frozenset()
-    return ShardedValue(dims=held[result], origins=origins, lookups=lookups)
+    if not lookup.adds:
+        return ShardedValue(dims=held[result], origins=origins)
+    table_moves = tuple(
+        (move.goal, move.held)
+        for move in reversed(moves)
+        if move.name == result and move.goal != move.held
+    )
+    return ShardedValue(
+        dims=held[result],
+        origins=origins,
+        lookups=frozenset([(step.place, axes)]),
+        table_moves=table_moves,
+    )
 
 
 def _scatters(lookup: Lookup, move: LookupMove) -> bool:

@@ -59,6 +59,8 @@ class ShardedValue:
       origins: Mesh axis -> why it is in `dims` or `owed`.
       lookups: The lookups whose gradients it adds up: where each is, and the mesh axes of its
         table, its indices and its rows.
+      table_moves: Moves, from dims to dims, of what a scatter into zeros is added to: XLA adds the
+        rows to it in the same scatter, and moves it as it would move the zeros.
       buffer: Its memory, or None if it needs none (constants) or the walk does not count memory.
     """
 
@@ -72,6 +74,7 @@ class ShardedValue:
     free: bool = False
     origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)
     lookups: frozenset[tuple[tuple[int, ...], frozenset[str]]] = frozenset()
+    table_moves: tuple[tuple[Dims, Dims], ...] = ()
     buffer: Buffer | None = None
 
     @property
