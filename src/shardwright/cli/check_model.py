@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import inspect
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,15 @@ from shardwright.cli.programs import read_programs
 from shardwright.cli.python_files import read_function, user_code
 from shardwright.errors import Problem, ShardingError, StrategyError, located
 from shardwright.inference.infer import infer_axes
-from shardwright.lints.finding import Finding, Severity
+from shardwright.lints.finding import Code, Finding, Severity
 from shardwright.lints.names import lint_names
 from shardwright.lints.trees import unresolved_finding
-from shardwright.plan.planner import Program, trace_program
+from shardwright.manager.core import Manager
+from shardwright.plan.planner import Program, price, trace_program
 from shardwright.plan.search.rank import read_annotations
 from shardwright.plan.state import Category, read_holds
+from shardwright.plan.trace import Trace
+from shardwright.plan.walk.equations import holds_primitive
 from shardwright.resolution.resolver import left_open
 from shardwright.strategy.foreign_files import read_text
 from shardwright.strategy.limits import LONGEST_FILE
@@ -126,8 +129,31 @@ def _resolve(label: str, mode: str, program: Program, setting: Setting) -> Check
             if found.problems:
                 error = located(ShardingError(problems=found.problems), each.source)
                 problems += error.problems
-    findings = dict.fromkeys(unresolved_finding(each, file=setting.file) for each in problems)
-    return Checked(strategy=f"{label} under {setting.strategy}", findings=tuple(findings))
+    if problems:
+        findings = tuple(
+            dict.fromkeys(unresolved_finding(each, file=setting.file) for each in problems)
+        )
+    else:
+        findings = tuple(_wrong_convolutions(manager, traced, program))
+    return Checked(strategy=f"{label} under {setting.strategy}", findings=findings)
+
+
+def _wrong_convolutions(manager: Manager, traced: Trace, program: Program) -> Iterator[Finding]:
+    """Yield the convolutions that XLA may compute wrongly. Only a plan finds them."""
+    # A plan takes seconds, and few programs have convolutions.
+    if not holds_primitive(traced.jaxpr, "conv_general_dilated"):
+        return
+    for choice in price(manager, traced, program).walked.choices:
+        if f"({Code.SPATIAL_AND_CHANNEL})" in choice.fix:
+            fix, _, what = choice.fix.partition(": ")
+            yield Finding(
+                code=Code.SPATIAL_AND_CHANNEL,
+                severity=Severity.WARNING,
+                source=choice.source,
+                key=f"mesh axis {choice.mesh_axis}",
+                message=what.removesuffix(f" ({Code.SPATIAL_AND_CHANNEL})"),
+                fix=fix,
+            )
 
 
 def programs_of(text: str, arguments: argparse.Namespace) -> dict[str, Program]:

@@ -50,6 +50,7 @@ class Code(enum.StrEnum):
     OTHER_NAME = "other_name"
     STATE_NOT_DONATED = "state_not_donated"
     UNUSED_SAVED = "unused_saved"
+    SPATIAL_AND_CHANNEL = "spatial_and_channel"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from shardwright.manager.memory import (
 from shardwright.plan.annotate import Annotation, annotate, annotate_axes_p, annotate_weight
 from shardwright.plan.attention_calls import AttentionCalls, read_attention_calls
 from shardwright.plan.renaming import Renaming, find_renaming
-from shardwright.plan.walk.equations import holds_shard_map
+from shardwright.plan.walk.equations import holds_primitive
 from shardwright.plan.walk.events import Walked
 from shardwright.plan.walk.ledger import Ledger
 from shardwright.plan.walk.program import walk_jaxpr, written_target
@@ -102,7 +102,9 @@ class Trace:
     @property
     def fits_all(self) -> bool:
         """Whether nothing in the trace depends on the manager. Then it fits every Auto mesh."""
-        return self.typed_for is None and not self.answers and not holds_shard_map(self.jaxpr)
+        if self.typed_for is not None or self.answers:
+            return False
+        return not holds_primitive(self.jaxpr, "shard_map")
 
     def renaming(self, manager: Manager) -> Renaming | None:
         """Return the mesh axes by which a trace under this manager differs, or None if it differs.

@@ -61,10 +61,11 @@ def constants(jaxpr: Any) -> list[Any]:
     return list(found.values())
 
 
-def holds_shard_map(jaxpr: Any) -> bool:
-    """Tell whether a jaxpr, or one inside it, has a `shard_map`."""
+def holds_primitive(jaxpr: Any, name: str) -> bool:
+    """Tell whether a jaxpr, or one inside it, has an equation of a primitive."""
     return any(
-        equation.primitive.name == "shard_map" or any(map(holds_shard_map, nested_jaxprs(equation)))
+        equation.primitive.name == name
+        or any(holds_primitive(inner, name) for inner in nested_jaxprs(equation))
         for equation in jaxpr.eqns
     )
 
