@@ -114,6 +114,7 @@ class PlanReport:
       state: Bytes of the arguments, and of the gradients if one of them is optimizer state.
       layout: Assignment of the mesh axes to a slice, or None if no slice was given.
       attention: The calls of attention, and the implementation that each takes.
+      time: The time of one run on the slice, as a range; None if no slice was given.
     """
 
     walked: Walked
@@ -122,6 +123,15 @@ class PlanReport:
     state: StateBytes
     layout: Layout | None = None
     attention: tuple[AttentionCalls, ...] = ()
+    time: TimeRange | None = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        # Once: a search asks each candidate dozens of times, to sort and to compare them.
+        time = None
+        if self.layout is not None:
+            held = self.state.of().per_device
+            time = estimate_time(self.walked, self.layout, state_bytes=held)
+        object.__setattr__(self, "time", time)
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -147,13 +157,6 @@ class PlanReport:
         usable = self.layout.topology.chip.hbm_bytes
         host = self.layout.topology.chip.host_bytes
         return judge(self.memory, usable, complete=self.walked.complete, host=host)
-
-    @property
-    def time(self) -> TimeRange | None:
-        """The time of one run on the slice, as a range; None if no slice was given."""
-        if self.layout is None:
-            return None
-        return estimate_time(self.walked, self.layout, state_bytes=self.state.of().per_device)
 
     @property
     def sent_bytes(self) -> int:

@@ -2,8 +2,8 @@
 
 The closed form reads the annotations of a program, not its equations. It divides the operations by
 the largest number of shards of an activation. It counts one all-gather for each gathered weight,
-and one all-reduce for each activation that is not sharded over a mesh axis of another activation.
-It only orders candidates. It is never shown as a cost.
+and one all-reduce where an activation is not sharded over a mesh axis of the one before it. It only
+orders candidates. It is never shown as a cost.
 """
 
 from __future__ import annotations
@@ -154,11 +154,12 @@ def closed_form(
     # Matmuls are taken to be divided as far as the most sharded activation.
     widest = max((_ways(axes, sizes) for axes in used), default=1)
     seconds = flops / widest / (_USE * layout.topology.chip.flops)
-    every = frozenset().union(*used)
+    before = frozenset().union(*used)
     for each, axes in zip(activations, used, strict=True):
-        # An activation that is whole along a mesh axis of another one is taken to be a sum over
-        # that axis, such as the residual stream after a matmul whose hidden dim is over tp.
-        missing = every - axes
+        # An activation that is whole along a mesh axis of the one before it is taken to be a sum
+        # over that axis, such as the residual stream after a matmul whose hidden dim is over tp.
+        # Further annotations of the residual stream send nothing.
+        missing, before = before - axes, axes
         if missing:
             local = each.annotation.bytes // _ways(axes, sizes)
             one = _seconds(layout, Kind.ALL_REDUCE, local, missing, sizes)

@@ -179,17 +179,17 @@ class SearchReport:
         A candidate is beaten if another one takes no more time in any mode and no more memory, and
         fits if it does.
         """
-        front: list[Candidate] = []
+        front: list[tuple[Candidate, tuple[float, ...]]] = []
         for candidate in self.candidates:
             costs = candidate.costs
             # Candidates are sorted by whether they fit and by time, so only earlier ones can beat
             # this one.
             if not any(
-                all(cost <= own for cost, own in zip(other.costs, costs, strict=True))
-                for other in front
+                all(cost <= own for cost, own in zip(other, costs, strict=True))
+                for _, other in front
             ):
-                front.append(candidate)
-        return tuple(front)
+                front.append((candidate, costs))
+        return tuple(candidate for candidate, _ in front)
 
     @property
     def undecided(self) -> int:

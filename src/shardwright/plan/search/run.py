@@ -52,9 +52,9 @@ from shardwright.vocabulary.units import bytes_text
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-# Programs that are walked by default: half a minute for a decoder. On 2xv5p:4x4x4, 16xh100:8 and
+# Programs that are walked by default: 20 seconds for a decoder. On 2xv5p:4x4x4, 16xh100:8 and
 # 4xgb200:72, the best ten candidates of an 8B decoder among all walks are among these, too.
-WALKS: Final = 64
+WALKS: Final = 40
 _TOO_LARGE: Final = "does not fit"
 _TOO_LARGE_ON_HOST: Final = "does not fit into the memory of the host"
 _UNUSED: Final = "a mesh axis that no tensor is sharded over"

@@ -280,7 +280,7 @@ def _copies(step: PlanStep) -> list[Buffer]:
     """
     ledger = step.ledger
     assert ledger.timeline is not None
-    copied = _matmul_inputs(bodies(step.equation)[0].jaxpr, _split)
+    copied = _matmul_inputs(bodies(step.equation)[0].jaxpr, _split, for_gpus())
     copies = []
     for at, value in enumerate(step.values):
         weight = value.buffer
@@ -403,8 +403,9 @@ def add_local(
     Returns:
       The buffer of each result, or None if it takes no memory.
     """
-    batched = _matmul_inputs(jaxpr, _relaid)
-    keep_copies((operands[at] for at in _matmul_inputs(jaxpr, with_one_row)), timeline)
+    batched = _matmul_inputs(jaxpr, _relaid, for_gpus())
+    single = _matmul_inputs(jaxpr, with_one_row, for_gpus())
+    keep_copies((operands[at] for at in single), timeline)
     inputs = list(operands)
     for at, variable in enumerate(jaxpr.invars):
         if at in batched:
@@ -414,15 +415,18 @@ def add_local(
     return _add_local(jaxpr, inputs, timeline)
 
 
+# A search walks one trace dozens of times, and only the sizes of shards differ.
+@functools.lru_cache(maxsize=1024)
 def _matmul_inputs(
-    jaxpr: Any, choose: Callable[[Any, Sequence[set[int]]], list[set[int]]]
-) -> set[int]:
+    jaxpr: Any, choose: Callable[[Any, Sequence[set[int]]], list[set[int]]], for_gpus: bool
+) -> frozenset[int]:
     """Return the positions of the inputs behind those operands of matmuls that `choose` chooses.
 
     Args:
       jaxpr: The equations.
       choose: Called with a matmul, and for each operand the positions of the inputs that it is
         computed from. Returns the positions for the chosen operands.
+      for_gpus: A part of the key: it decides which branches run.
     """
     sources: dict[Any, set[int]] = {variable: {at} for at, variable in enumerate(jaxpr.invars)}
     found: set[int] = set()
@@ -438,7 +442,7 @@ def _matmul_inputs(
         for body in bodies:
             # A `cond` has one operand more than its branches: the index of the branch.
             given = read[len(read) - len(body.invars) :]
-            found.update(*(given[at] for at in _matmul_inputs(body, choose)))
+            found.update(*(given[at] for at in _matmul_inputs(body, choose, for_gpus)))
         # A loop returns new arrays, so no matmul behind it reads an input itself.
         if name in _FUSED or name in CONSTRAINTS or (bodies and name not in _LOOPS):
             # Operands that are not much smaller than the largest result.
@@ -446,7 +450,7 @@ def _matmul_inputs(
             pairs = zip(read, equation.invars, strict=True)
             behind = [each for each, operand in pairs if 4 * _bytes(operand.aval) >= largest]
             sources.update(dict.fromkeys(equation.outvars, set[int]().union(*behind)))
-    return found
+    return frozenset(found)
 
 
 def _relaid(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
@@ -462,7 +466,7 @@ def _relaid(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
     return found
 
 
-# A search walks one trace dozens of times, and local shapes do not depend on the candidate.
+# Local shapes do not depend on the candidate of a search either.
 @functools.lru_cache(maxsize=256)
 def _local_peak(jaxpr: Any, for_gpus: bool) -> Peak:
     del for_gpus  # a part of the key: it decides padding, and which branches run

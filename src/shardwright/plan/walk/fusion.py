@@ -178,7 +178,29 @@ def _reach(entries: Sequence[Entry]) -> dict[Buffer, int]:
     return reach
 
 
-def inside_kernels(entries: Sequence[Entry], fused: set[Buffer]) -> set[Buffer]:
+def read_instead(
+    entries: Sequence[Entry], fused: Container[Buffer]
+) -> dict[Buffer, tuple[Buffer, ...]]:
+    """Return, for each fused buffer, the buffers that its uses read in its place, as `held` does.
+
+    Equations come after those that make their operands, so each buffer is looked at once.
+
+    Args:
+      entries: The equations, in order.
+      fused: Buffers that are fused into their uses.
+    """
+    found: dict[Buffer, tuple[Buffer, ...]] = {}
+    for buffer in (birth for entry in entries for birth in entry.births if birth in fused):
+        read: dict[Buffer, None] = {}
+        for operand in buffer.operands or ():
+            read.update(dict.fromkeys(found[operand] if operand in fused else (operand,)))
+        found[buffer] = tuple(read)
+    return found
+
+
+def inside_kernels(
+    entries: Sequence[Entry], fused: Mapping[Buffer, Sequence[Buffer]]
+) -> set[Buffer]:
     """Return the matmuls that a compiler at its best never holds. Only one equation reads them.
 
     * An elementwise value, which is held: the kernel of the matmul computes it.
@@ -187,14 +209,14 @@ def inside_kernels(entries: Sequence[Entry], fused: set[Buffer]) -> set[Buffer]:
 
     Args:
       entries: The equations, in order.
-      fused: Buffers that are fused into their uses.
+      fused: Buffers that are fused into their uses, with what these read instead.
     """
     readers: dict[Buffer, list[Entry]] = {}
     for entry in entries:
-        # A fused equation is part of its reader, which reads its operands: `held` returns them.
-        if entry.births and fused.issuperset(entry.births):
+        # A fused equation is part of its reader, which reads its operands.
+        if entry.births and all(birth in fused for birth in entry.births):
             continue
-        for buffer in {each for use in entry.uses for each in held(use, fused)}:
+        for buffer in {each for use in entry.uses for each in fused.get(use, (use,))}:
             readers.setdefault(buffer, []).append(entry)
     inside = set[Buffer]()
     for buffer in (birth for entry in entries if entry.matmul for birth in entry.births):

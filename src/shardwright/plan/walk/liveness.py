@@ -25,8 +25,8 @@ from shardwright.plan.walk.fusion import (
     Fusion,
     find_reads,
     fused_buffers,
-    held,
     inside_kernels,
+    read_instead,
     roots,
 )
 
@@ -145,11 +145,15 @@ class Timeline:
         outputs = frozenset() if within else frozenset(results)
         sure = self._sure(ways[Fusion.NARROW], results, outputs)
         # What is on the host is never fused, so both ways of fusing give one number.
-        host = self._lowest_peak(
-            ways[Fusion.NARROW],
-            lambda buffer: 0 if buffer in stacked else buffer.host,
-            lambda entry: entry.inner.host,
-        )
+        host = 0
+        if any(
+            entry.inner.host or any(each.host for each in entry.births) for entry in self._entries
+        ):
+            host = self._lowest_peak(
+                ways[Fusion.NARROW],
+                lambda buffer: 0 if buffer in stacked else buffer.host,
+                lambda entry: entry.inner.host,
+            )
         low = min(self._at_best(way, outputs, stacked) for way in ways.values())
         better = _parts_first(self._entries)
         if any(map(_is_fetch, better)):
@@ -208,10 +212,14 @@ class Timeline:
     def _way(
         self, fused: set[Buffer], results: Sequence[Buffer], kept: Sequence[Buffer]
     ) -> _Lifetimes:
-        return _Lifetimes(fused=fused, last=self._last(results, kept, fused))
+        instead = read_instead(self._entries, fused)
+        return _Lifetimes(fused=instead, last=self._last(results, kept, instead))
 
     def _last(
-        self, results: Sequence[Buffer], kept: Sequence[Buffer], fused: set[Buffer]
+        self,
+        results: Sequence[Buffer],
+        kept: Sequence[Buffer],
+        fused: Mapping[Buffer, Sequence[Buffer]],
     ) -> dict[Buffer, int]:
         """Return the last use of each buffer."""
         # No equation is at this position, so `_Alive.end` never drops what is alive at the end.
@@ -222,11 +230,14 @@ class Timeline:
                 # A result that nothing reads still takes memory while its equation writes it.
                 last.setdefault(buffer, at)
             for use in entry.uses:
-                for buffer in held(use, fused):
-                    last[buffer] = at
+                if use not in fused:
+                    last[use] = at
+                else:
+                    for buffer in fused[use]:
+                        last[buffer] = at
         for array, copy in self.padded.items():
             last[copy.buffer] = end if copy.late else last.get(array, end)
-        alive = [buffer for result in results for buffer in held(result, fused)]
+        alive = [buffer for result in results for buffer in fused.get(result, (result,))]
         return last | dict.fromkeys([*kept, *alive], end)
 
     def _own_results(self, results: Sequence[Buffer], kept: Sequence[Buffer]) -> list[Buffer]:
@@ -268,7 +279,7 @@ class Timeline:
             # XLA computes the sines of all layers first, see `angle`.
             if entry.early:
                 alive.add(entry.births)
-        most, present, peak_entry, sent = 0, list[Buffer](), None, 0
+        most, present, at_peak, sent = 0, list[Buffer](), (Peak(), 0), 0
         for at, entry in enumerate(self._entries):
             ended = [buffer for buffer in entry.in_place if way.last.get(buffer) == at]
             # Results that overwrite arguments keep their kinds: an updated cache is a cache.
@@ -290,9 +301,9 @@ class Timeline:
             now = alive.total + entry.inner.high + moved
             if now > most:
                 most, present = now, [each for each in alive.buffers if each not in outside]
-                peak_entry = dataclasses.replace(entry, moved=moved)
+                at_peak = entry.inner, moved
             alive.end(at)
-        return most, () if peak_entry is None else _live(present, peak_entry, kinds)
+        return most, _live(present, *at_peak, kinds)
 
     def _lowest_peak(
         self, way: _Lifetimes, weigh: Callable[[Buffer], int], extra: Callable[[Entry], int]
@@ -314,7 +325,7 @@ class Timeline:
                 for birth in entry.births
                 if birth.operands is not None and birth not in way.fused
                 for operand in birth.operands
-                for start in held(operand, way.fused)
+                for start in way.fused.get(operand, (operand,))
             ]
             ended = (buffer for buffer in (*entry.in_place, *starts) if way.last.get(buffer) == at)
             alive.drop(ended)
@@ -412,11 +423,11 @@ class _Lifetimes:
     """One choice of what is fused.
 
     Attributes:
-      fused: Buffers that are fused into their uses.
+      fused: Buffers that are fused into their uses, with what these read instead.
       last: Position of the last equation that reads each buffer.
     """
 
-    fused: set[Buffer]
+    fused: Mapping[Buffer, Sequence[Buffer]]
     last: Mapping[Buffer, int]
 
 
@@ -456,18 +467,20 @@ class _Alive:
         self.drop(self._dying.get(at, ()))
 
 
-def _live(present: Iterable[Buffer], entry: Entry, kinds: Mapping[Buffer, str]) -> tuple[Live, ...]:
+def _live(
+    present: Iterable[Buffer], inner: Peak, moved: int, kinds: Mapping[Buffer, str]
+) -> tuple[Live, ...]:
     """Return the values in memory at one equation, grouped by kind, shape and line."""
     groups: dict[tuple[str, str, tuple[int, ...], str], list[int]] = {}
     for buffer in present:
         key = kinds.get(buffer, buffer.kind), buffer.dtype, buffer.shape, buffer.source
         groups.setdefault(key, []).append(buffer.size)
-    for each in entry.inner.live:
+    for each in inner.live:
         key = each.kind, each.dtype, each.shape, each.source
         # The values of a group have one shape and dtype, so all have this size.
         groups.setdefault(key, []).extend([each.size // each.count] * each.count)
-    if entry.moved:
-        groups.setdefault((TEMPORARY, "", (), ""), []).append(entry.moved)
+    if moved:
+        groups.setdefault((TEMPORARY, "", (), ""), []).append(moved)
     live = [
         Live(kind=kind, dtype=dtype, shape=shape, source=source, size=sum(sizes), count=len(sizes))
         for (kind, dtype, shape, source), sizes in groups.items()
