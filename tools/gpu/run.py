@@ -650,7 +650,7 @@ def fp8(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
     )
 
 
-NAMES = ("cudnn", "sdpa", "blockwise", "flash_decode", "vanilla")
+NAMES = ("cudnn", "triton_decode", "sdpa", "blockwise", "flash_decode", "vanilla")
 # These only check, so they may run at the same time.
 CHECKS: dict[str, Any] = {
     **{f"conformance_{name}": functools.partial(conformance, name=name) for name in NAMES},
