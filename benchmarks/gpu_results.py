@@ -61,8 +61,8 @@ def _value(row: Row) -> str:
     value, unit = row["value"], row["unit"]
     if unit == "B":
         return _gigabytes(value)
-    digits = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
-    return f"{digits} {unit}"
+    digits = f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.3g}"
+    return f"{digits} {'x the ' * unit.startswith('speed')}{unit}"
 
 
 def _detail(value: Any, key: str, decimals: int) -> str:

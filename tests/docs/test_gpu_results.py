@@ -24,3 +24,11 @@ def test_the_page_shows_the_results(golden: Golden) -> None:
         PAGE,
         TABLE.sub(lambda match: f"{match[1]}\n{machine}\n\n{table(sections)}\n\n{match[2]}", page),
     )
+
+
+def test_earlier_run_of_cudnn() -> None:
+    sections, _ = read_sections(RESULTS.with_name("gpu-h200-first.json"))
+    (row,) = sections["conformance_cudnn"]
+    assert (row["equal"], row["refused"], row["value"]) == (20, 72, 0)
+    assert read_sections(RESULTS)[0]["conformance_cudnn"] == []
+    assert "20 of its cells were equal to the oracle, 72 were refused" in PAGE.read_text("utf-8")

@@ -697,7 +697,9 @@ class Found:
                 check=False,
                 timeout=arguments.section_seconds,
             )
-            output, error = done.stdout, done.stderr if done.returncode else ""
+            output = done.stdout
+            if done.returncode:
+                error = f"exit status {done.returncode}\n{done.stderr}"
         except subprocess.TimeoutExpired as late:
             output = (late.stdout or b"").decode()
             error = f"it took more than {arguments.section_seconds} s"
