@@ -140,7 +140,7 @@ def test_matmuls_inside_transforms(kind: str) -> None:
 @pytest.mark.parametrize("kind", AXIS_TYPES)
 @pytest.mark.full(but=["explicit"])
 def test_matmuls_of_a_manager_that_is_entered_inside_a_trace(kind: str) -> None:
-    """Such a manager sets no mesh, as in `pm.jit_step`."""
+    """Such a manager sets no mesh."""
     pm = make_manager(kind, text=RULES)
 
     @jax.jit

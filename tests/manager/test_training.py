@@ -226,6 +226,21 @@ def test_the_step_has_its_manager_ambient() -> None:
     assert all(manager is pm for manager in seen)
 
 
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_the_step_has_the_mesh_of_its_manager(axis_types: Any) -> None:
+    """A bare spec is one of its mesh, though only the step enters the manager."""
+    mesh = cpu_mesh("fsdp:4,tp:2", axis_types=axis_types)
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh)
+    place = jax.reshard if axis_types == "explicit" else jax.lax.with_sharding_constraint
+
+    def step(state: Any, x: Any) -> Any:
+        assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+        return state, place(x, jax.P("tp", "fsdp"))
+
+    _, x = pm.jit_step(step, {}, (sw.BATCH, sw.EMPTY))({}, make_batch()["x"])
+    assert x.sharding.spec == jax.P("tp", "fsdp")
+
+
 def changed_dtype(state: Any, batch: Any) -> Any:
     params = {**state["params"], "up": state["params"]["up"].astype(jnp.bfloat16)}
     return {**state, "params": params}, None

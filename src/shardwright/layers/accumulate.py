@@ -292,11 +292,7 @@ class _AccumulationStep:
                 if trained
             ]
             f = jax.sharding.auto_axes(f, axes=explicit, out_sharding=((whole, sums), whole))
-        # A manager that is entered inside a trace, as in `jit_step`, sets no mesh.
-        unset = rest and _jax.ambient_mesh() is None
-        mesh = ambient.abstract_mesh
-        with jax.sharding.use_abstract_mesh(mesh) if unset else contextlib.nullcontext():
-            return f(leaves, batch, channel, key)
+        return f(leaves, batch, channel, key)
 
     def _scan(self, params: Any, batch: Any, channel: Any, key: Any) -> tuple[Any, Any]:
         """Return the sums of a device, and (sent, seen) of each microbatch.

@@ -132,13 +132,12 @@ def _sharded(matmul: _Contraction, operands: tuple[Any, ...], out: Any, mode: st
         return matmul(*operands)
     # The manager with eformer's names decides by one of this room.
     manager: Manager = entered if isinstance(entered, Manager) else entered.native()
-    ambient = _jax.ambient_mesh()
-    mesh = ambient or manager.mesh
+    mesh = _jax.ambient_mesh() or manager.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return place(manager, matmul(*operands), (out,), mode)
     # The spec depends on the shape of the result. With P(), JAX accepts every matmul here. A bare
-    # spec requires an ambient mesh, and a manager that is entered inside a trace sets none.
-    whole: Any = PartitionSpec() if ambient else NamedSharding(mesh, PartitionSpec())
+    # spec would need an ambient mesh, and a manager that is entered inside a trace sets none.
+    whole: Any = NamedSharding(mesh, PartitionSpec())
     result = jax.eval_shape(functools.partial(matmul, out_sharding=whole), *operands)
     decided = decide_array(manager, ShardingRequest(read_annotation((out,)), result.shape, mode))
     placement = decided.placement
@@ -157,11 +156,9 @@ def _sharded(matmul: _Contraction, operands: tuple[Any, ...], out: Any, mode: st
 def _place_result(matmul: _Contraction, placement: Placement, *operands: Any) -> Any:
     assert placement.explicit is not None
     entries = [None if entry is UNCONSTRAINED else entry for entry in placement.explicit.partitions]
-    spec: Any = PartitionSpec(*entries, unreduced=placement.explicit.unreduced)
-    # A bare spec requires an ambient mesh. A manager that is entered inside a trace sets none.
-    if not placement.ambient:
-        spec = NamedSharding(placement.mesh, spec)
-    y = matmul(*operands, out_sharding=spec)
+    spec = PartitionSpec(*entries, unreduced=placement.explicit.unreduced)
+    mesh: Any = _jax.ambient_mesh() or placement.mesh
+    y = matmul(*operands, out_sharding=NamedSharding(mesh, spec))
     return y if placement.auto is None else constraint.constrain(y, constraint.auto_part(placement))
 
 

@@ -105,8 +105,11 @@ def jit_step(
 
     @functools.wraps(step)
     def run(state: Any, *inputs: Any) -> tuple[Any, Any]:
-        # Inside the traced function, so that `step`, `lower` and `trace` need no `with pm:`.
-        with manager:
+        # Inside the traced function, so that `step`, `lower` and `trace` need no `with pm:`. Inside
+        # a trace, `with manager` sets no mesh, because JAX may not know the devices of an abstract
+        # mesh. Here `in_shardings` name them.
+        mesh = (_jax.ambient_mesh() or manager.mesh).abstract_mesh
+        with manager, jax.sharding.use_abstract_mesh(mesh):
             # Back to the host it moves by `out_shardings`.
             moved = state if keeps_params else memory.fetch(state, state_shardings)
             result = step(moved, *inputs)
