@@ -165,7 +165,7 @@ _shown_by(
         "PlanComparison": "shardwright.show.changes",
         "PlanReport": "shardwright.show.plan",
         "Profile": "shardwright.show.profile",
-        "Relayout": "shardwright.show.caches",
+        "Relayout": "shardwright.show.reshard",
         "Report": "shardwright.show.serving",
         "ReshardPlan": "shardwright.show.reshard",
         "Resolution": "shardwright.show.resolution",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -161,7 +162,8 @@ class ShardingError(ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By default, an exception is rebuilt from its message alone.
-        return _rebuild, (type(self), self.problems, self.resolution)
+        rebuild = functools.partial(type(self), problems=self.problems, resolution=self.resolution)
+        return rebuild, ()
 
 
 class UnknownAxisError(ShardingError):
@@ -266,12 +268,6 @@ class QueueFullError(ServingError):
 
 
 _PROBLEM_FIELDS = frozenset(f.name for f in dataclasses.fields(Problem))
-
-
-def _rebuild(
-    cls: type[ShardingError], problems: tuple[Problem, ...], resolution: Any
-) -> ShardingError:
-    return cls(problems=problems, resolution=resolution)
 
 
 def render(problems: Sequence[Problem]) -> str:

@@ -23,7 +23,7 @@ import shardwright as sw
 from shardwright import checkpoint
 from shardwright.checkpoint import chunks, leaves
 from shardwright.checkpoint import state as state_module
-from shardwright.checkpoint.stored import StoredArray
+from shardwright.checkpoint.chunks import StoredArray
 from shardwright.errors import CheckpointError
 from shardwright.testing.meshes import cpu_mesh
 from tests.raising import facts, raises

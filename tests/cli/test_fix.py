@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import shardwright as sw
+from shardwright.cli.fix import rename, set_value
 from shardwright.cli.main import main
-from shardwright.strategy.edit import rename, set_value
 
 pytest.importorskip("tomlkit", reason="the extra fix installs it")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.inference.origins import is_residual, new_origin
+from shardwright.inference.facts import is_residual, new_origin
 
 
 def test_a_value_is_deeper_than_each_of_its_parents() -> None:

@@ -31,7 +31,7 @@ from shardwright.plan.profile.match import planned_for
 from shardwright.plan.profile.operations import read_ops
 from shardwright.plan.profile.result import Profile
 from shardwright.plan.walk.events import Event, Work
-from shardwright.show.page import profile_html
+from shardwright.show.profile import profile_html
 from tests.plan.test_walk import EMBED, HIDDEN, INNER, manager
 from tests.raising import raises
 

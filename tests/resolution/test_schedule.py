@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.resolution.pipeline import Pipeline, Schedule
-from shardwright.resolution.schedule import bubble, most_inputs, schedule_table
+from shardwright.resolution.pipeline import Pipeline, Schedule, bubble, most_inputs, schedule_table
 
 STAGED = [schedule for schedule in Schedule if schedule is not Schedule.NONE]
 

@@ -10,7 +10,7 @@ import pytest
 import shardwright as sw
 from shardwright import serving
 from shardwright.errors import ServingError
-from shardwright.serving import memory
+from shardwright.serving import create
 from shardwright.testing import cpu_mesh
 from tests.raising import Facts, facts, raises
 
@@ -68,7 +68,7 @@ def test_reported_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             return {"bytes_limit": 100_000, "bytes_in_use": self.used}
 
     devices = [Device(10_000), Device(30_000)]
-    monkeypatch.setattr(memory, "_devices", lambda setup: devices)
+    monkeypatch.setattr(create, "_devices", lambda setup: devices)
     assert pages_of("80%") == 50_000 // PAGE  # the fuller device decides
 
 

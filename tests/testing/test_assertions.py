@@ -347,8 +347,8 @@ def test_loops_count_every_trip() -> None:
         "often it runs"
     ) in message
     assert (
-        "bytes: unknown, because the end of a loop depends on data: pass trips= to say how often "
-        "it runs" in message
+        "bytes: 80 expected, found in a loop whose end depends on data: pass trips= to say how "
+        "often it runs" in message
     )
     assert "an unknown number found" in failing(lambda: assert_no_collectives(mapped, *args))
 

@@ -20,6 +20,6 @@ from shardwright.caches.refusals import Refusal as Refusal
 from shardwright.caches.relayout import Relayout as Relayout
 from shardwright.caches.relayout import plan_reshard as plan_reshard
 from shardwright.caches.relayout import reshard as reshard
-from shardwright.caches.row_order import RowOrder as RowOrder
 from shardwright.caches.spec import CacheSpec as CacheSpec
 from shardwright.caches.spec import Overflow as Overflow
+from shardwright.caches.spec import RowOrder as RowOrder

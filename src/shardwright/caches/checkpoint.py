@@ -14,9 +14,8 @@ from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 
 from shardwright.caches.base import KVCache
 from shardwright.caches.kinds import KINDS
-from shardwright.caches.row_order import RowOrder
 from shardwright.caches.sharding import CacheSharding, read_mode
-from shardwright.caches.spec import CacheSpec, Overflow
+from shardwright.caches.spec import CacheSpec, Overflow, RowOrder
 from shardwright.checkpoint import files
 from shardwright.checkpoint.files import check_outside_of_trace, fix_of_write, import_orbax, staged
 from shardwright.errors import CacheError
@@ -66,9 +65,12 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
         "arrays": {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()},
     }
     items = {"cache": orbax.args.JsonSave(description), "arrays": orbax.args.PyTreeSave(arrays)}
+    # Several processes must write to the same path, and storage buckets have no rename. There,
+    # orbax itself stages the files in the directory.
+    whole = "://" in directory or jax.process_count() > 1
     try:
         with (
-            _staging(directory) as folder,
+            contextlib.nullcontext(directory) if whole else staged(directory) as folder,
             orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer,
         ):
             checkpointer.save(folder, args=orbax.args.Composite(**items))
@@ -176,16 +178,6 @@ def _readable(what: str, fix: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, OSError) as err:
         raise CacheError(what, path="path", fix=fix) from err
-
-
-def _staging(path: str) -> contextlib.AbstractContextManager[str]:
-    """Return where to write: beside the directory, or in it where orbax itself stages the files.
-
-    Several processes must write to the same path, and storage buckets have no rename.
-    """
-    if "://" in path or jax.process_count() > 1:
-        return contextlib.nullcontext(path)
-    return staged(path)
 
 
 def _arrays(cache: KVCache) -> ArraysByField:

@@ -15,10 +15,9 @@ from jax.sharding import AbstractMesh
 from shardwright import _jax
 from shardwright.caches.base import KVCache
 from shardwright.caches.kinds import KINDS, CacheKind
-from shardwright.caches.row_order import RowOrder
 from shardwright.caches.rows import ROW_AXES
 from shardwright.caches.sharding import ambient_sharding, read_mode
-from shardwright.caches.spec import CacheSpec, Overflow
+from shardwright.caches.spec import CacheSpec, Overflow, RowOrder
 from shardwright.errors import CacheError, did_you_mean
 from shardwright.manager import constraint, context
 from shardwright.vocabulary.read import floating, instance, integer, one_of, read_all, read_value

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardwright import _jax
-from shardwright.caches.row_order import RowOrder
+from shardwright.caches.spec import RowOrder
 from shardwright.errors import CacheError
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager

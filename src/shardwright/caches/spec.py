@@ -1,11 +1,82 @@
-"""The static part of a cache: sizes, dtype, and what happens to tokens that do not fit."""
+"""The static part of a cache: sizes, dtype, order of the rows, and what happens on overflow."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Annotated, TypeVar
 
-from shardwright.caches.row_order import RowOrder
+import jax
+
+from shardwright.errors import CacheError
+from shardwright.vocabulary.read import integer, read_fields
+
+T = TypeVar("T", int, jax.Array)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowOrder:
+    """A static permutation of a slot's rows.
+
+    Contiguous: row r of a slot holds position r, so decoding fills one shard after the other.
+    Interleaved: blocks of `block` positions go to the shards in turn, position p to shard
+    `(p // block) % shards`. Then all shards hold nearly equal parts of a sequence of any length.
+
+    Attributes:
+      block: Positions that stay together. None: contiguous.
+      shards: Number of shards of the rows, that is, the product of the sizes of KV_LENGTH's mesh
+        axes; or a multiple of it.
+    """
+
+    block: Annotated[int, integer()] | None = None
+    shards: Annotated[int, integer()] = 1
+
+    def __post_init__(self) -> None:
+        read_fields(self, error=CacheError)
+
+    def check(self, rows: int) -> None:
+        """Raise CacheError unless `rows` rows divide evenly into blocks and shards."""
+        if self.block is None:
+            if self.shards != 1:
+                raise CacheError(
+                    f"RowOrder(shards={self.shards}) has no block size",
+                    path="order",
+                    fix=f"pass RowOrder(block=1, shards={self.shards}), or a larger block",
+                )
+            return
+        # Otherwise blocks would be cut at the ends of shards, and two positions would share a row.
+        if rows % (self.block * self.shards):
+            raise CacheError(
+                f"{rows} rows do not divide into blocks of {self.block} on {self.shards} shards",
+                path="order",
+                fix=f"pass a capacity that is a multiple of {self.block} * {self.shards}",
+            )
+
+    def row(self, place: T, rows: int) -> T:
+        """Return the row that holds a position.
+
+        Args:
+          place: The position; in a ring, the position modulo the capacity.
+          rows: Rows of the slot.
+        """
+        if self.block is None:
+            return place
+        # Shard by shard in memory: block b is on shard b % shards, as block b // shards of that
+        # shard.
+        block, inner = place // self.block, place % self.block
+        return (
+            (block % self.shards) * (rows // self.shards)
+            + (block // self.shards) * self.block
+            + inner
+        )
+
+    def place(self, row: T, rows: int) -> T:
+        """Return the position that a row holds: the inverse of `row`."""
+        if self.block is None:
+            return row
+        per_shard = rows // self.shards
+        shard, inner = row // per_shard, row % per_shard
+        return ((inner // self.block) * self.shards + shard) * self.block + inner % self.block
 
 
 class Overflow(enum.StrEnum):

@@ -1,4 +1,4 @@
-"""`shardwright check`: lint strategies, alone or against a mesh and a file of tensors."""
+"""`shardwright check`: lint strategies, alone or against a mesh, tensors or programs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import itertools
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from shardwright.cli.arguments import (
     EXIT_CODES,
@@ -20,7 +22,6 @@ from shardwright.cli.arguments import (
     add_strategy,
     make_parser,
 )
-from shardwright.cli.check_memory import check_memory
 from shardwright.cli.check_model import Checked, check_model, is_model, programs_of
 from shardwright.cli.fix import (
     MARKS,
@@ -41,12 +42,19 @@ from shardwright.cli.inputs import (
 from shardwright.cli.models import add_model
 from shardwright.cli.show import SEVERITIES, print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
-from shardwright.errors import MeshSpecError, ShardingError, snippet_lines
+from shardwright.errors import MeshSpecError, ShardingError, did_you_mean, snippet_lines
 from shardwright.lints.catalogue import Code, Finding, Severity, lint
 from shardwright.lints.finding import from_problem
 from shardwright.lints.subject import make_subject
-from shardwright.plan.planner import Program
+from shardwright.manager.manager import PartitionManager
+from shardwright.mesh.build import abstract_mesh
+from shardwright.plan.planner import Program, read_arguments, trace_program
+from shardwright.plan.walk.equations import nested_jaxprs
+from shardwright.resolution.request import ShardingRequest
 from shardwright.strategy.files import strategy_names
+from shardwright.strategy.model import Strategy
+from shardwright.vocabulary.axes import STANDARD_MESH_AXES, Role
+from shardwright.vocabulary.modes import MODE_TRAIN
 
 _EPILOG = f"""\
 Each strategy is checked on its own. --tensors also compares it with what a model uses and, with a
@@ -267,3 +275,73 @@ def _counts_text(findings: Sequence[Finding]) -> str:
         if counts[severity]
     ]
     return ", ".join(words) or "no findings"
+
+
+def check_memory(strategy: Strategy, programs: Mapping[str, Program]) -> Iterator[Finding]:
+    """Yield optimizer state on the host that is not donated, and saved names that nothing has.
+
+    Args:
+      strategy: The strategy.
+      programs: Programs by mode. Only training has optimizer state, and saves values.
+
+    Raises:
+      ShardingError: The program does not resolve under the strategy.
+    """
+    program = programs.get(MODE_TRAIN)
+    if program is None:
+        return
+    # On mesh axes of one device every size divides.
+    sizes = dict.fromkeys((*STANDARD_MESH_AXES, *strategy.mesh), 1)
+    manager = PartitionManager(strategy, mesh=abstract_mesh(sizes), mode=MODE_TRAIN)
+    if manager.rules.memory:
+        yield from _not_donated(strategy, manager, program)
+    if strategy.memory.saved:
+        yield from _unused_names(strategy, set(_names(trace_program(manager, program).jaxpr)))
+
+
+def _not_donated(
+    strategy: Strategy, manager: PartitionManager, program: Program
+) -> Iterator[Finding]:
+    arguments = [at for at, tree in enumerate(program.shapes) for _ in jax.tree.leaves(tree)]
+    found: dict[int, Any] = {}
+    for at, given in zip(arguments, read_arguments(manager, program), strict=True):
+        if at in program.donated or not isinstance(given, ShardingRequest):
+            continue
+        resolution = manager.answer(given)
+        if resolution.on_host and resolution.role is Role.STATE:
+            found.setdefault(at, resolution.memory)
+    for at, rule in found.items():
+        key = (*rule.table.split("."), rule.key)
+        yield Finding(
+            code=Code.STATE_NOT_DONATED,
+            severity=Severity.WARNING,
+            source=strategy.source(*key),
+            key=".".join(key),
+            message=f"argument {at} of the training program has optimizer state on the host and is "
+            "not donated, so the host holds the old and the new state",
+            fix=f"donate it: Program(..., donated=({at},)); pm.jit_step donates its state",
+        )
+
+
+def _unused_names(strategy: Strategy, known: set[str]) -> Iterator[Finding]:
+    for name in strategy.memory.saved:
+        if name not in known:
+            key = ("memory", "saved", name)
+            names = f"its names are {', '.join(sorted(known))}" if known else "it has none"
+            yield Finding(
+                code=Code.UNUSED_SAVED,
+                severity=Severity.WARNING,
+                source=strategy.source(*key),
+                key=".".join(key),
+                message=f"no checkpoint_name of the training program is {name!r}",
+                fix=did_you_mean(name, known) or f"drop the line; {names}",
+            )
+
+
+def _names(jaxpr: Any) -> Iterator[str]:
+    """Yield the names of `checkpoint_name` in a jaxpr."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name":
+            yield equation.params["name"]
+        for inner in nested_jaxprs(equation):
+            yield from _names(inner)

@@ -162,7 +162,12 @@ def programs_of(text: str, arguments: argparse.Namespace) -> dict[str, Program]:
     Raises:
       StrategyError: The file cannot be read, or the function does not return programs.
     """
-    if arguments.params is not None or not _has_no_arguments(text):
+    if arguments.params is not None:
+        return {}
+    function = read_function(text, example="model.py:forward", fix="define it")
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
         return {}
     return read_programs(text, None, devices=1)
 
@@ -179,20 +184,6 @@ def read_path_rules(name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         fix = "write pattern = [axes], one line per pattern"
         raise StrategyError(f"{name} is not TOML: {error}", fix=fix) from error
-
-
-def _has_no_arguments(text: str) -> bool:
-    """Tell whether `file.py:function` can be called without arguments, as programs are.
-
-    Raises:
-      StrategyError: The file has no such function.
-    """
-    function = read_function(text, example="model.py:forward", fix="define it")
-    try:
-        inspect.signature(function).bind()
-    except TypeError:
-        return False
-    return True
 
 
 def _check_program(

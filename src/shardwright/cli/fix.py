@@ -1,6 +1,7 @@
 """`--fix` of `check` and `plan`: make the edits that the findings of a strategy file have.
 
-The edited strategy is then tried, and what had a result before must have the same result.
+Comments and the order of the keys stay. The edited strategy is then tried, and what had a result
+before must have the same result.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import difflib
 import functools
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,12 +22,58 @@ from shardwright.lints.finding import Finding, from_problem
 from shardwright.mesh.build import INFER
 from shardwright.resolution.rules import Conflict, Indivisible, Missing, Order
 from shardwright.strategy import files
-from shardwright.strategy.edit import rename, set_value
 from shardwright.strategy.foreign_files import read_text
 from shardwright.strategy.limits import LONGEST_FILE
+from shardwright.strategy.origin import KeyPath
+from shardwright.vocabulary.axes import canonical_axis
 
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
+
+# What stands before a comment: a "#" inside of quotes begins none.
+_CODE = re.compile(r"""(?:[^#"']|"(?:[^"\\]|\\.)*"|'[^']*')*""")
+
+
+def rename(text: str, line: int, old: str, new: str) -> str:
+    """Replace a word on one line, but not in its comment. Lines are counted from 1."""
+    lines = text.split("\n")
+    code = _CODE.match(lines[line - 1])[0]  # type: ignore[index]  # it may be empty
+    comment = lines[line - 1].removeprefix(code)
+    lines[line - 1] = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", new, code) + comment
+    return "\n".join(lines)
+
+
+def set_value(text: str, table: KeyPath, key: str, value: str | int) -> str:
+    """Return TOML text with another value of a key. A missing table or key is added at its end.
+
+    The text is returned unchanged if the table is an array of tables, whose chains interleave.
+
+    Raises:
+      StrategyError: tomlkit is not installed.
+    """
+    try:
+        import tomlkit
+    except ImportError as error:
+        fix = "run python -m pip install tomlkit"
+        raise StrategyError("editing a strategy needs tomlkit", fix=fix) from error
+    document: Any = tomlkit.parse(text)
+    place = document
+    for at, name in enumerate(table):
+        if isinstance(place, list):
+            place = place[int(name)]
+            continue
+        if name not in place:
+            # The header of an outer table, such as [modes] of [modes.decode], is left out.
+            place[name] = tomlkit.table(is_super_table=at + 1 < len(table))
+        place = place[name]
+    if isinstance(place, list):
+        return text
+    axis = canonical_axis(key)
+    # A file may spell an axis in several ways: `head`, `HEAD` or `__HEAD__`.
+    place[next((own for own in place if canonical_axis(own) == axis), key)] = value
+    result: str = tomlkit.dumps(document)
+    return result
+
 
 # A misspelled name hides what else is wrong, so a file is tried again after each round of edits.
 _ROUNDS: Final = 8
@@ -174,7 +222,8 @@ def _edits(findings: Sequence[Finding], strategy: Strategy | None, file: str) ->
     for finding in findings:
         source, _, line = finding.source.rpartition(":")
         if isinstance(finding.edit, Rename) and source == file:
-            yield _renamer(int(line), finding.edit)
+            old, new = finding.edit.old, finding.edit.new
+            yield functools.partial(rename, line=int(line), old=old, new=new)
     # Under a policy that resolves conflicts or sizes, a rule's own fallback would take its place.
     if strategy is None or not _is_strict(strategy):
         return
@@ -192,10 +241,6 @@ def _edits(findings: Sequence[Finding], strategy: Strategy | None, file: str) ->
 
 def _setter(table: tuple[str, ...], key: str, value: str | int) -> Edit:
     return lambda text: set_value(text, table, key, value)
-
-
-def _renamer(line: int, edit: Rename) -> Edit:
-    return lambda text: rename(text, line, edit.old, edit.new)
 
 
 def _is_strict(strategy: Strategy) -> bool:

@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Final
 from shardwright.cli.plan_checks import what_holds
 from shardwright.manager.manager import PartitionManager
 from shardwright.plan.fit import Verdict
-from shardwright.plan.fitting_mesh import FittingMesh, find_larger_mesh, find_other_mesh
-from shardwright.plan.fitting_rules import find_smaller_rules
+from shardwright.plan.fitting import (
+    FittingMesh,
+    find_larger_mesh,
+    find_other_mesh,
+    find_smaller_rules,
+)
 from shardwright.plan.hardware import Topology
 from shardwright.plan.planner import (
     PlanReport,

@@ -14,7 +14,7 @@ from shardwright.cli.programs import plan_program, read_programs
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.errors import StrategyError
 from shardwright.plan.profile.fit import fitted_chip
-from shardwright.show.page import profile_html
+from shardwright.show.profile import profile_html
 from shardwright.strategy import files
 from shardwright.vocabulary.modes import mode_name
 

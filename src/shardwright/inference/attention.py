@@ -8,9 +8,8 @@ from typing import Final
 
 from shardwright.inference.atoms import Atom, AtomDim, finest
 from shardwright.inference.evidence import EquationLocation, Evidence
-from shardwright.inference.facts import Facts, Matmul
+from shardwright.inference.facts import ActivationOrigin, Facts, Matmul, nearest_matmuls
 from shardwright.inference.names import LENGTHS, Names, outputs_of, summed_over, with_slices
-from shardwright.inference.origins import ActivationOrigin, nearest_matmuls
 from shardwright.vocabulary.axes import HEAD, HEAD_DIM, KV_HEAD, LENGTH
 
 # The query heads that share one kv head. GROUP is not an axis: (KV_HEAD, GROUP) is spelled HEAD.

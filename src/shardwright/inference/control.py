@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from shardwright.dims.bodies import bodies
 from shardwright.inference.atoms import new_dim
-from shardwright.inference.facts import Scan
-from shardwright.inference.origins import new_origin
+from shardwright.inference.facts import Scan, new_origin
 from shardwright.inference.step import ArrayFacts, InferenceStep
 
 # `constrained` rebuilds these calls. It leaves custom derivatives as they are.

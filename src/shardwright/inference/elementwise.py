@@ -7,8 +7,7 @@ from typing import Final
 
 from shardwright.dims import table
 from shardwright.inference.atoms import AtomDim, AtomDims, finest
-from shardwright.inference.facts import TableLookup
-from shardwright.inference.origins import is_residual
+from shardwright.inference.facts import TableLookup, is_residual
 from shardwright.inference.step import ArrayFacts, InferenceStep
 
 # Activation functions are made of these. Normalization (rsqrt, square) is not among them.
@@ -30,7 +29,10 @@ def elementwise(step: InferenceStep) -> list[ArrayFacts] | None:
     # Queries of learned latents are computed by a matmul, and a bias or a scale does not change
     # that. A whole matrix that is added does: the sum is a parameter again.
     is_computed = any(value.is_computed for value in operands) and not any(
-        map(_is_matrix, operands)
+        value.is_weight
+        and not value.is_computed
+        and all(atom.learned for dim in value.dims for atom in finest(dim))
+        for value in operands
     )
     dims = step.aligned(known)[0]
     _mark(step, operands, dims)
@@ -39,15 +41,6 @@ def elementwise(step: InferenceStep) -> list[ArrayFacts] | None:
     if result.is_computed and not is_computed:
         result = dataclasses.replace(result, is_computed=False)
     return [result] * len(shapes)
-
-
-def _is_matrix(value: ArrayFacts) -> bool:
-    """Tell whether a value is a parameter with all its dims: no vector that is broadcast."""
-    return (
-        value.is_weight
-        and not value.is_computed
-        and all(atom.learned for dim in value.dims for atom in finest(dim))
-    )
 
 
 def _mark(step: InferenceStep, operands: list[ArrayFacts], dims: AtomDims) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 from shardwright.errors import Problem, RankMismatchError, StrategyError, raise_problems
 from shardwright.inference.atoms import Atom, AtomDim, AtomDims, finest, new_dim, size_of
 from shardwright.inference.evidence import Evidence
+from shardwright.inference.facts import ActivationOrigin
 from shardwright.inference.names import Names
-from shardwright.inference.origins import ActivationOrigin
 from shardwright.inference.spelling import Spelled
 from shardwright.inference.step import ArrayFacts
 from shardwright.trees.paths import path_text

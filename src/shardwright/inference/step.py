@@ -9,8 +9,7 @@ from typing import Any
 from shardwright.dims.table import Correspondence
 from shardwright.inference.atoms import AtomDim, AtomDims, new_dim, new_dims
 from shardwright.inference.evidence import EquationLocation
-from shardwright.inference.facts import Facts
-from shardwright.inference.origins import ActivationOrigin, new_origin
+from shardwright.inference.facts import ActivationOrigin, Facts, new_origin
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

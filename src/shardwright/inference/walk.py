@@ -100,7 +100,9 @@ class FactWalker:
         """
         known: dict[Any, ArrayFacts] = dict(zip(jaxpr.invars, values, strict=True))
         known |= {variable: _unknown(variable.aval) for variable in jaxpr.constvars}
-        caller = called_at if called_at is not None and _is_of_jax(jaxpr) else None
+        # Of a function of JAX itself, such as `jnp.take`.
+        function = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or ""
+        caller = called_at if _JAX in str(function) else None
 
         def read(variable: Any) -> ArrayFacts:
             if isinstance(variable, core.Literal):
@@ -163,9 +165,3 @@ class FactWalker:
 
 def _unknown(value: Any) -> ArrayFacts:
     return ArrayFacts(dims=new_dims(np.shape(value)))
-
-
-def _is_of_jax(jaxpr: Any) -> bool:
-    """Tell whether a jaxpr comes from a function of JAX itself, such as `jnp.take`."""
-    described = str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or "")
-    return _JAX in described

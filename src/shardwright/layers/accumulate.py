@@ -26,7 +26,6 @@ from shardwright.manager.memory import in_host_memory
 from shardwright.manager.shard_map import inputs_of
 from shardwright.manager.shards import place_for_shard_map
 from shardwright.resolution.partition_specs import canonical_spec, entry_names, entry_of, spec_of
-from shardwright.resolution.rules import AxisRules
 from shardwright.trees.annotated import annotated_leaves
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import BATCH
@@ -139,7 +138,13 @@ def accumulate(
                 "accumulate is called inside a shard_map that splits the batch",
                 fix="call it outside: it runs a shard_map of its own over the mesh axes of BATCH",
             )
-        _check_channel(channel, n)
+        if wrong := [leaf for leaf in jax.tree.leaves(channel) if np.shape(leaf)[:1] != (n,)]:
+            raise LayerError(
+                f"a leaf of the channel has shape {np.shape(wrong[0])}, and there are {n} "
+                "microbatches",
+                path="channel",
+                fix=f"pass fp8.new_channel(scaling, uses={n})",
+            )
         _check_loss(loss, with_key=key is not None)
         if key is not None:
             key = read_key("key", key, fix="pass key=jax.random.key(0), another one for each step")
@@ -302,7 +307,11 @@ class _AccumulationStep:
         weights, inner = params, self.manager
         if self.once and self.manager is not None:
             weights = self.manager.gather(params, self.specs, path="")
-            inner = self.manager.having(rules=_as_used(self.manager.rules))
+            # Weights that are gathered already have the specs of activations.
+            rules = self.manager.rules
+            policy = dataclasses.replace(rules.policy, gather=(), largest_dim=None)
+            used = dataclasses.replace(rules, params=rules.activations, policy=policy)
+            inner = self.manager.having(rules=used)
         zero = _jax.vary_together(jnp.zeros(()), over=self.axes)
         start = Weighted(zero, zero), [_zeros(leaf) for leaf in self._pick(weights)]
         # The batch is that of a device, so the microbatches are cut without sending an example.
@@ -431,15 +440,6 @@ def _batch_size(batch: Any) -> int:
     return size
 
 
-def _check_channel(channel: Any, n: int) -> None:
-    if wrong := [leaf for leaf in jax.tree.leaves(channel) if np.shape(leaf)[:1] != (n,)]:
-        raise LayerError(
-            f"a leaf of the channel has shape {np.shape(wrong[0])}, and there are {n} microbatches",
-            path="channel",
-            fix=f"pass fp8.new_channel(scaling, uses={n})",
-        )
-
-
 def _check_loss(loss: Callable[..., Any], *, with_key: bool) -> None:
     signature = inspect.signature(loss)
     try:
@@ -470,11 +470,6 @@ def _missing(axes: tuple[str, ...], spec: PartitionSpec) -> tuple[str, ...]:
     """Return the mesh axes that are not in a spec."""
     own = [axis for entry in spec.partitions for axis in entry_names(entry)]
     return tuple(axis for axis in axes if axis not in own)
-
-
-def _as_used(rules: AxisRules) -> AxisRules:
-    policy = dataclasses.replace(rules.policy, gather=(), largest_dim=None)
-    return dataclasses.replace(rules, params=rules.activations, policy=policy)
 
 
 def _over_devices(leaf: Any) -> Any:

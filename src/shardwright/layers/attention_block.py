@@ -302,7 +302,10 @@ def apply(
     _check_arguments(cache, x, recipe, scaling, valid, {**given, 'keys["dropout"]': key})
     if encoded is not None or encoded_segment_ids is not None:
         _check_encoded(config, encoded, encoded_segment_ids, cache, given)
-        given |= _segments(x, segment_ids, encoded_segment_ids)
+    if encoded_segment_ids is not None:
+        # Without ids of their own, all tokens see the rows of `encoded` that have the id 1.
+        own = jnp.ones(x.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+        given |= {"segment_ids": own, "kv_segment_ids": encoded_segment_ids}
     check_params(described, params, path=path, create="attention_block.specs(config)")
     weights = gather_weights(recipe, params, described, path=path)
     states = parts_of(recipe, scaling, ("qkv", "out"))
@@ -517,12 +520,3 @@ def _check_encoded(
             "pass the id of each row of encoded",
         ),
     )
-
-
-def _segments(x: Any, segment_ids: Any, encoded_segment_ids: Any) -> dict[str, Any]:
-    """Return the ids of queries and keys; nothing if all rows see each other."""
-    if encoded_segment_ids is None:
-        return {}
-    # Without ids of their own, all tokens see the rows of `encoded` that have the id 1.
-    own = jnp.ones(x.shape[:2], jnp.int32) if segment_ids is None else segment_ids
-    return {"segment_ids": own, "kv_segment_ids": encoded_segment_ids}

@@ -28,8 +28,7 @@ from shardwright.layers.stages import (
     select,
     send,
 )
-from shardwright.resolution.pipeline import STAGES, Schedule
-from shardwright.resolution.schedule import most_inputs, schedule_table
+from shardwright.resolution.pipeline import STAGES, Schedule, most_inputs, schedule_table
 
 Head = Callable[[Any, Any, Any], Any]
 

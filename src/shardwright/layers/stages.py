@@ -177,7 +177,7 @@ class Stages:
         def on_stage(*local: Any) -> Any:
             return f(
                 *(
-                    jax.tree.map(_as_dtype, tree, own)
+                    jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), tree, own)
                     for tree, own in zip(local, dtypes, strict=True)
                 )
             )
@@ -311,10 +311,6 @@ def _open_spec(entries: Sequence[Any], leaf: Any) -> PartitionSpec:
 def _widened(leaf: Any) -> Any:
     is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
     return leaf.astype(jnp.float32) if is_narrow else leaf
-
-
-def _as_dtype(leaf: Any, dtype: Any) -> Any:
-    return leaf if leaf.dtype == dtype else leaf.astype(dtype)
 
 
 def folded(keys: Any, microbatch: Any) -> Any:

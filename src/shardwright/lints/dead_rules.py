@@ -62,18 +62,14 @@ def shadowed_rules(subject: Subject) -> Iterator[Finding]:
         weights = (
             axis in subject.tables.get(("params",), {})
             or _in_every_mode(subject, axis, "params")
-            or not _has_parameters(subject, axis)
+            or (
+                axis in NO_PARAMETER_HAS
+                if subject.tensors is None
+                else axis not in subject.axes_of(Role.PARAM)
+            )
         )
         if weights and _in_every_mode(subject, axis):
             yield _shadowed(subject, "rules", rule)
-
-
-def _has_parameters(subject: Subject, axis: str) -> bool:
-    return (
-        axis not in NO_PARAMETER_HAS
-        if subject.tensors is None
-        else axis in subject.axes_of(Role.PARAM)
-    )
 
 
 def _in_every_mode(subject: Subject, axis: str, *inner: str) -> bool:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from shardwright.lints.finding import Code, Finding, Severity
 from shardwright.lints.subject import NO_PARAMETER_HAS, Subject
-from shardwright.resolution.rules import Rule, default_rule
-from shardwright.strategy.origin import KeyPath
+from shardwright.resolution.rules import default_rule
 from shardwright.vocabulary.axes import (
     BATCH,
     CAPACITY,
@@ -56,10 +55,15 @@ def not_gathered(subject: Subject) -> Iterator[Finding]:
         if moved:
             sharded = " and ".join(dict.fromkeys(tokens[name] for name in moved))
             gather = "+".join((*subject.rules.policy.gather, *moved))
+            written = (
+                path
+                for path, key, other in subject.written()
+                if key == axis and other.ref == rule.ref
+            )
             yield subject.finding(
                 Code.NOT_GATHERED,
                 Severity.WARNING,
-                _written_at(subject, axis, rule),
+                next(written, ("params", rule.ref.key)),
                 message=f"weights{axis and f' with {axis_label(axis)}'} are stored over "
                 f"{'+'.join(moved)}, which also shards {sharded} of activations, and they are not "
                 "gathered: XLA chooses for every matmul whether to move the weight, activations or "
@@ -67,14 +71,6 @@ def not_gathered(subject: Subject) -> Iterator[Finding]:
                 fix=f'gather them for use, [policy] gather = "{gather}", or store them over '
                 "another mesh axis",
             )
-
-
-def _written_at(subject: Subject, axis: str, rule: Rule) -> KeyPath:
-    """Return the key path of a rule of weights."""
-    return next(
-        (path for path, key, other in subject.written() if key == axis and other.ref == rule.ref),
-        ("params", rule.ref.key),
-    )
 
 
 def gathered_in_decode(subject: Subject) -> Iterator[Finding]:

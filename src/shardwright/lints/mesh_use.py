@@ -120,7 +120,8 @@ def _idle(
       used: Mesh axes that the tree is sharded over; None without a tree or without known sizes.
     """
     size = subject.sizes[axis]
-    repeated = f"so {_repeated(size)} the same work"
+    those = "all its devices" if size == INFER else f"groups of {size} devices"
+    repeated = f"so {those} do the same work"
     if axis not in STANDARD_MESH_AXES and axis not in named:
         severity = Severity.WARNING if size == INFER else Severity.ERROR
         return f"shards nothing: no rule names it, {repeated}", severity
@@ -199,10 +200,6 @@ def _weights(subject: Subject, role: Role) -> list[Resolution]:
         )
         for tensor in weights
     ]
-
-
-def _repeated(size: int) -> str:
-    return "all its devices do" if size == INFER else f"groups of {size} devices do"
 
 
 def _parallelism(axis: str) -> str:

@@ -303,9 +303,13 @@ def current() -> Any:
     if entry is None:
         if not key.asked and _jax.in_trace():
             key.asked = True
-            # The program that is being traced depends on the absence of a manager. A fresh key
-            # makes JAX compare before it runs this program again.
-            _replace_default(key.fresh())
+            # The program that is being traced depends on the absence of a manager. It must not run
+            # where a manager applies, so every thread without one gets a fresh key, under which
+            # nothing is cached. JAX then compares before it runs this program again.
+            fresh = key.fresh()
+            _AMBIENT.set_global(fresh)
+            if _AMBIENT.value is not fresh:  # the user-context of this thread has its own value
+                _AMBIENT(fresh).__enter__()
         return None
     if (entry.task is not None or not key.asked) and _jax.in_trace():
         key.asked = True
@@ -317,16 +321,6 @@ def current() -> Any:
             last.key = key.fresh()
             _AMBIENT(last.key).__enter__()
     return entry.manager
-
-
-def _replace_default(fresh: Key) -> None:
-    """Give every thread without a manager a new key, under which nothing is cached.
-
-    Where a manager applies, a program that was cached without one must not run.
-    """
-    _AMBIENT.set_global(fresh)
-    if _AMBIENT.value is not fresh:  # the user-context of this thread has its own value
-        _AMBIENT(fresh).__enter__()
 
 
 def require(what: str, *, method: bool = True) -> Any:

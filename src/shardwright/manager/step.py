@@ -80,7 +80,12 @@ def init_state(
     def init(params: Any) -> Any:
         # optax creates weakly typed scalars, and a step returns strongly typed ones. So the
         # second step would compile again.
-        return jax.tree.map(_strongly_typed, optimizer.init(params))
+        return jax.tree.map(
+            lambda x: (
+                jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+            ),
+            optimizer.init(params),
+        )
 
     return jax.jit(init, out_shardings=shardings)(params)
 
@@ -182,10 +187,6 @@ def _argument_sharding(manager: Manager, leaf: Any, path: str) -> NamedSharding:
         fix="pass arrays that pm.init, pm.init_state or pm.shard returned, "
         "or pm.abstract(specs) and pm.abstract_state(optimizer, specs)",
     )
-
-
-def _strongly_typed(x: Any) -> Any:
-    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
 def _shapes_alone(params: Any) -> list[Problem]:

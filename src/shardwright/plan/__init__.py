@@ -4,9 +4,9 @@ Code that counts what a tree, a traced program or a compiled program holds and s
 and code that puts a profile beside such a plan. Code that runs a program does not.
 """
 
-from shardwright.plan.collectives.by_axis import by_axis as by_axis
-from shardwright.plan.collectives.by_axis import carried_axes as carried_axes
 from shardwright.plan.collectives.collective import Collective as Collective
+from shardwright.plan.collectives.collective import by_axis as by_axis
+from shardwright.plan.collectives.collective import carried_axes as carried_axes
 from shardwright.plan.collectives.read import read_collectives as read_collectives
 from shardwright.plan.compare_plans import compare_plans as compare_plans
 from shardwright.plan.memory import bytes_by_path as bytes_by_path

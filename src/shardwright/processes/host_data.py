@@ -71,7 +71,9 @@ def compare_parts(
     topic = f"parts/{digest_of(repr(annotation))[:16]}"
     fix = "pass parts of one shape and dtype in every process: pad or drop the last batch"
     what = "pm.global_array"
-    detail = f"{what} of {_annotation_text(annotation)}"
+    entries = annotation if isinstance(annotation, (tuple, list)) else (annotation,)
+    names = (axis_label(entry) if isinstance(entry, str) else str(entry) for entry in entries)
+    detail = f"{what} of ({', '.join(names)})"
     compare(group, topic, facts, what=what, fix=fix, patience=PATIENCE_S, detail=detail)
 
 
@@ -201,12 +203,6 @@ def read_local(local: Any) -> Any:
         f"the local array is {type(local).__name__}, with the dtype {array.dtype}",
         fix="pass an array of numbers",
     )
-
-
-def _annotation_text(annotation: Any) -> str:
-    entries = annotation if isinstance(annotation, (tuple, list)) else (annotation,)
-    names = (axis_label(entry) if isinstance(entry, str) else str(entry) for entry in entries)
-    return f"({', '.join(names)})"
 
 
 def _shortened(names: Sequence[str]) -> str:

@@ -86,11 +86,12 @@ def take_part(
         decisions.append(decision)
         if problem is not None:
             problems.append(dataclasses.replace(problem, path=path or ""))
-    return Derived(
-        decisions=tuple(decisions),
-        problems=tuple(problems),
-        notes=whole.notes + _part_notes(whole, part),
-    )
+    notes = whole.notes
+    followed = [str(of) for of in part.dims if of is not None]
+    # A part that follows all dims or none needs no note.
+    if followed and not len(followed) == len(part.dims) == len(part.shape):
+        notes += (f"dims {', '.join(followed)} of {whole.path or whole.annotation}",)
+    return Derived(decisions=tuple(decisions), problems=tuple(problems), notes=notes)
 
 
 def _followed(
@@ -123,14 +124,6 @@ def _followed(
     if policy.indivisible is Indivisible.ERROR:
         return failed, _split_block(decision, whole)
     return _shortened(decision, fits, policy.indivisible), None
-
-
-def _part_notes(whole: Resolution, part: PartOf) -> tuple[str, ...]:
-    """Return a note about which dims of the whole a part follows, unless it follows all or none."""
-    followed = [str(of) for of in part.dims if of is not None]
-    if not followed or len(followed) == len(part.dims) == len(part.shape):
-        return ()
-    return (f"dims {', '.join(followed)} of {whole.path or whole.annotation}",)
 
 
 _SHORTENED = {

@@ -171,11 +171,13 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
             whole, annotation, shape, path=path, fits=decider.fits, policy=rules.policy
         )
     else:
-        derived = Derived(
-            decisions=_decide_all(decider, lowered.dims),
-            problems=tuple(decider.problems),
-            notes=notes,
+        dims = lowered.dims
+        decisions = (
+            decide_in_rule_order(decider, dims)
+            if rules.policy.order is Order.RULES
+            else [decider.decide(position, dim) for position, dim in enumerate(dims)]
         )
+        derived = Derived(decisions=tuple(decisions), problems=tuple(decider.problems), notes=notes)
         derived = derived if role is Role.ACTIVATION else _as_weight(derived, decider, array)
     # zero1 sees the decisions of the parameter before Manual mesh axes are marked, since it adds to
     # the mesh axes that shard the stored parameter.
@@ -228,12 +230,6 @@ def _decide_sum(derived: Derived, decider: Decider, dim: Dim) -> tuple[Derived, 
         label = f"unreduced over {problem.axis or dim.label}"
         problems.append(dataclasses.replace(problem, dim=None, axis=label, fix=fix))
     return dataclasses.replace(derived, problems=(*derived.problems, *problems)), decision
-
-
-def _decide_all(decider: Decider, dims: Sequence[Dim]) -> tuple[DimDecision, ...]:
-    if decider.rules.policy.order is Order.RULES:
-        return tuple(decide_in_rule_order(decider, dims))
-    return tuple(decider.decide(position, dim) for position, dim in enumerate(dims))
 
 
 def _as_weight(derived: Derived, decider: Decider, array: StoredDims) -> Derived:

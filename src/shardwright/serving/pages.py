@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 # The number in a table in place of a page that was given back.
 NO_PAGE = -1
@@ -228,7 +228,11 @@ class Prefixes:
 
     def _drop(self, top: Node) -> list[int]:
         dropped = []
-        for node in _subtree(top):
+        # Not recursive: a long text has thousands of pages, one below the other.
+        stack = [top]
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
             node.is_linked = False
             # A table may still have this node. It must not find pages below it that were reused.
             node.children = {}
@@ -236,12 +240,3 @@ class Prefixes:
             if self.unused.pop(node.page, None) is not None:
                 dropped.append(node.page)
         return dropped
-
-
-def _subtree(node: Node) -> Iterator[Node]:
-    # Not recursive: a long text has thousands of pages, one below the other.
-    stack = [node]
-    while stack:
-        node = stack.pop()
-        stack += node.children.values()
-        yield node

@@ -93,12 +93,11 @@ def _read_stop(name: str, stop: Any) -> tuple[tuple[tuple[int, ...], ...], Fault
     if isinstance(stop, (str, bytes)) or not (is_array or isinstance(stop, Sequence)):
         what = f"{name}={quoted(stop)} is not a list"
         return (), [(what, "pass a list of tokens, or of lists of tokens")]
-    read = [_read_tokens(name, (entry,) if _is_token(entry) else entry) for entry in stop]
+    read = []
+    for entry in stop:
+        is_token = isinstance(entry, numbers.Integral) or getattr(entry, "ndim", None) == 0
+        read.append(_read_tokens(name, (entry,) if is_token else entry))
     return tuple(tokens for tokens, _ in read), [fault for _, faults in read for fault in faults]
-
-
-def _is_token(entry: Any) -> bool:
-    return isinstance(entry, numbers.Integral) or getattr(entry, "ndim", None) == 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

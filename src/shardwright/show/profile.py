@@ -1,10 +1,17 @@
-"""Show a profile beside its plan: time by semantic axis, by collective and by line."""
+"""Show a profile beside its plan: time by semantic axis, by collective and by line.
+
+`profile_html` returns one HTML page, which loads nothing else and has no scripts.
+"""
 
 from __future__ import annotations
 
+import importlib.resources
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from shardwright.plan.profile.result import LineTime, MeasuredAxis, MeasuredCollective, Profile
+from shardwright.show.html import html_table, html_text
 from shardwright.show.plain import named, plain
 from shardwright.show.plan import event_row, grouped_events
 from shardwright.show.tables import remarked_table, table
@@ -164,3 +171,79 @@ def profile_data(profile: Profile) -> dict[str, Any]:
         **named(profile, *rest),
         "collectives": collectives,
     }
+
+
+def profile_html(profile: Profile, *, title: str = "Profile") -> str:
+    """Return a profile beside its plan as one HTML page.
+
+    Args:
+      profile: The profile.
+      title: Title of the page, such as the model's name.
+    """
+    body = [f"<p>{html_text(line)}</p>" for line in summary_lines(profile)]
+    parts = {"compute": profile.compute, "exposed": profile.exposed, "idle": profile.idle}
+    body.append(bars(parts, seconds_text, label="time of one device in one run"))
+    axes = {f"{row[0]} over {row[1]}": axis for axis in profile.axes for row in [axis_row(axis)]}
+    if axes:
+        body.append("<h3>Exposed time of collectives, by semantic axis</h3>")
+        exposed = {name: axis.exposed for name, axis in axes.items()}
+        body.append(bars(exposed, seconds_text, label="exposed time by semantic axis"))
+    for name, head, rows, numbers in (
+        ("By semantic axis", AXIS_HEAD, [*map(axis_row, profile.axes)], (2, 3, 4, 5, 6)),
+        ("Collectives", OP_HEAD, [*map(collective_row, profile.collectives)], (0, 4, 5, 6)),
+        ("Compute", LINE_HEAD, [line_row(each, profile) for each in profile.lines], (0, 1, 2)),
+    ):
+        if rows:
+            code = (len(head) - 1,) if head[-1] == "where" else ()
+            body += [f"<h3>{name}</h3>", html_table(head, rows, numbers=numbers, code=code)]
+    differences = "".join(f"<li>{html_text(line)}</li>" for line in difference_lines(profile))
+    if differences:
+        body.append(f"<h3>Beside the plan</h3><ul>{differences}</ul>")
+    # The page has its style inside, so that one file can be sent to somebody.
+    style = importlib.resources.files("shardwright.show") / "page.css"
+    name, content = html_text(title), "\n".join(body)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name}</title>\n<style>\n{style.read_text(encoding='utf-8')}</style></head>\n"
+        f"<body><h1>{name}</h1>{content}\n</body></html>\n"
+    )
+
+
+_WIDTH: Final = 1000  # units of a picture; it is scaled to the page
+_LABEL: Final = 190
+_VALUE: Final = 190
+_ROW: Final = 24
+
+
+def bars(values: Mapping[str, float], text: Callable[[float], str], *, label: str) -> str:
+    """Return one bar per name, from zero.
+
+    Args:
+      values: Name -> value.
+      text: Returns the text beside the bar of a value.
+      label: What the picture shows, for readers who cannot see it.
+    """
+    # All values may be 0, and `room * value / most` divides by this.
+    most = max(values.values(), default=0.0) or 1.0
+    room = _WIDTH - _LABEL - _VALUE
+    shapes = []
+    for row, (name, value) in enumerate(values.items()):
+        y = row * _ROW
+        width = max(room * value / most, 1.5)  # 0 is a visible line
+        shapes.append(
+            f'<text x="0" y="{y + 16}">{html_text(_shortened(name))}</text>'
+            f'<rect x="{_LABEL}" y="{y + 5}" width="{width:.1f}" height="14" rx="2" '
+            f'fill="var(--a)"/><text class="quiet" x="{_LABEL + width + 8:.1f}" y="{y + 16}">'
+            f"{html_text(text(value))}</text>"
+        )
+    # Browsers do not draw a viewBox of height 0.
+    height = max(math.ceil(len(values) * _ROW), 1)
+    return (
+        f'<div class="wide"><svg viewBox="0 0 {_WIDTH} {height}" role="img" '
+        f'aria-label="{html_text(label)}">{"".join(shapes)}</svg></div>'
+    )
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= 24 else f"{name[:23]}…"

@@ -1,4 +1,4 @@
-"""Show the plan of a move."""
+"""Show the plan of a move, and how a cache is resharded."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any, Final
 import jax
 import numpy as np
 
+from shardwright.caches.relayout import Relayout
 from shardwright.reshard.plan import MoveKind
 from shardwright.reshard.route import Route, Way, sent_bytes
 from shardwright.reshard.tree import LeafMove, ReshardPlan
+from shardwright.resolution.partition_specs import spec_text
 from shardwright.show.plain import fields_of, named
 from shardwright.show.tables import table
+from shardwright.vocabulary.modes import mode_name
 from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 from shardwright.vocabulary.units import bytes_text
 
@@ -188,3 +191,17 @@ def _leaf_data(leaf: LeafMove) -> dict[str, Any]:
         "bytes_sent": route.bytes_sent,
         "least_bytes": route.least_bytes,
     }
+
+
+@text_of.register(Relayout)
+def relayout_text(relayout: Relayout) -> str:
+    """Return the steps of each array of a cache."""
+    count = f"{relayout.collectives} collective{'' if relayout.collectives == 1 else 's'}"
+    lines = [f"to {mode_name(relayout.mode)}: {count}, {relayout.bytes:,} B sent by each device"]
+    for array in relayout.arrays:
+        stays = "" if array.moves else "  stays"
+        lines.append(
+            f"  {array.name}  {spec_text(array.source)} -> {spec_text(array.target)}{stays}"
+        )
+        lines += [f"    {move}" for move in array.moves]
+    return "\n".join(lines)

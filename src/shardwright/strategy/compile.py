@@ -66,6 +66,7 @@ def compile_rules(data: Mapping[str, Any], origin: KeySources, policy: Any) -> A
     layered = {
         ".".join(path): table for path, table in parsed.tables.items() if path[0] != "tensors"
     }
+    pipeline = data.get("pipeline", {})
     user_axes = sorted(canonical_axis(name) for name in data.get("axes", {}))
     return build_rules(
         layered,
@@ -81,17 +82,13 @@ def compile_rules(data: Mapping[str, Any], origin: KeySources, policy: Any) -> A
             )
             for key, name in data.get("attention", {}).items()
         },
-        pipeline=_compile_pipeline(data.get("pipeline", {})),
-    )
-
-
-def _compile_pipeline(table: Mapping[str, Any]) -> Pipeline | None:
-    if table.get("schedule") is None:
-        return None
-    return Pipeline(
-        schedule=Schedule(table["schedule"]),
-        microbatches=table.get("microbatches") or 1,
-        repeats=table.get("repeats", 1),
+        pipeline=None
+        if pipeline.get("schedule") is None
+        else Pipeline(
+            schedule=Schedule(pipeline["schedule"]),
+            microbatches=pipeline.get("microbatches") or 1,
+            repeats=pipeline.get("repeats", 1),
+        ),
     )
 
 

@@ -231,7 +231,9 @@ def assert_collectives(
         program, args, mesh=mesh, manager=manager, trips=trips, own_types=bytes is not None
     )
     over = compiled.over(axis)
-    problems = [text for kind, count in wanted.items() if (text := _wrong_count(kind, count, over))]
+    problems = []
+    for kind, count in wanted.items():
+        problems += _misfit(kind, count, _runs(kind, over), _count_text(kind, over))
     if only:
         problems += [
             f"{kind}: none is expected, {_count_text(kind, over)} found"
@@ -239,9 +241,8 @@ def assert_collectives(
             if kind not in wanted
         ]
     if bytes is not None:
-        problems += _wrong_bytes(
-            bytes, [collective for collective in over if collective.kind in wanted or not wanted]
-        )
+        moved = total(collective for collective in over if collective.kind in wanted or not wanted)
+        problems += _misfit("bytes", bytes, moved, f"{moved} ({bytes_text(moved or 0)})")
     if problems:
         raise AssertionError(_message(compiled, axis, over, problems))
 
@@ -309,32 +310,21 @@ def _count_text(kind: Kind, collectives: Sequence[Collective]) -> str:
     return f"{runs} ({bytes_text(moved)})" if runs else "none"
 
 
-def _wrong_count(kind: Kind, wanted: Count, collectives: Sequence[Collective]) -> str:
-    runs = _runs(kind, collectives)
-    if runs is None:
-        return (
-            f"{kind}: {_expected(wanted)}, found in a loop whose end depends on data: pass trips= "
-            f"to say how often it runs"
-        )
-    fits = runs in wanted if isinstance(wanted, range) else runs == wanted
-    return "" if fits else f"{kind}: {_expected(wanted)}, {_count_text(kind, collectives)} found"
+def _misfit(name: str, wanted: Count, found: int | None, text: str) -> list[str]:
+    """Return a line unless a number is as expected. It is None if a loop of unknown length has it.
 
-
-def _expected(wanted: Count) -> str:
-    if not isinstance(wanted, range):
-        return f"{wanted} expected"
-    return (
-        f"{wanted[0]} to {wanted[-1]} expected" if len(wanted) else "nothing fits the empty range"
-    )
-
-
-def _wrong_bytes(wanted: Count, collectives: Sequence[Collective]) -> list[str]:
-    moved = total(collectives)
-    if moved is None:
-        what = "bytes: unknown, because the end of a loop depends on data"
+    `text` shows the number.
+    """
+    expected = f"{wanted} expected"
+    if isinstance(wanted, range):
+        expected = "nothing fits the empty range"
+        if wanted:
+            expected = f"{wanted[0]} to {wanted[-1]} expected"
+    if found is None:
+        what = f"{name}: {expected}, found in a loop whose end depends on data"
         return [f"{what}: pass trips= to say how often it runs"]
-    fits = moved in wanted if isinstance(wanted, range) else moved == wanted
-    return [] if fits else [f"bytes: {_expected(wanted)}, {moved} found ({bytes_text(moved)})"]
+    fits = found in wanted if isinstance(wanted, range) else found == wanted
+    return [] if fits else [f"{name}: {expected}, {text} found"]
 
 
 def _message(

@@ -79,7 +79,12 @@ def assert_same_as_unsharded(
     with active if active is not None else jax.set_mesh(mesh):
         # Compiled before the call, so that a program that shards nothing is refused without a run.
         compiled = jax.jit(_run(f, grad)).lower(*args).compile()
-        _check_sharded(compiled, f)
+        if is_same_everywhere(compiled):
+            raise AssertionError(
+                f"{function_name(f)} does the same on each device: nothing is sharded, so there is "
+                "nothing to compare\n"
+                "  fix   place the arguments first, over mesh axes of more than one device"
+            )
         sharded = compiled(*args)
     with single_device.scope():
         copies = jax.tree.map(lambda value: jax.device_put(value, single_device.place), args)
@@ -204,17 +209,6 @@ def _direction(array: Any) -> Any:
             1.0 + (dim + 1) * jax.lax.broadcasted_iota(jnp.float32, array.shape, dim)
         ).astype(array.dtype)
     return ones
-
-
-def _check_sharded(compiled: Any, f: Any) -> None:
-    """Check that the program runs on several devices, and that each does its own part."""
-    __tracebackhide__ = True
-    if is_same_everywhere(compiled):
-        raise AssertionError(
-            f"{function_name(f)} does the same on each device: nothing is sharded, so there is "
-            "nothing to compare\n"
-            "  fix   place the arguments first, over mesh axes of more than one device"
-        )
 
 
 def _check_comparable(name: str, sharded: Any, unsharded: Any) -> None:

@@ -136,9 +136,12 @@ def judge(
                 problems.append(
                     f"no test uses {_shown(path, root)}; remove it, or run the module with {UPDATE}"
                 )
+        beside = folder.parent
+        modules = {path.stem for path in beside.parent.iterdir() if path.is_file()}
         problems += [
             f"no module {path.name}.py beside {_shown(path, root)}; remove the folder"
-            for path in _orphans(folder.parent)
+            for path in sorted(beside.glob("test_*"))
+            if path.is_dir() and path.name not in modules
         ]
     # A run that failed, or that was interrupted, keeps its own exit code.
     if problems and session.exitstatus == pytest.ExitCode.OK:
@@ -176,16 +179,6 @@ def _unused(
         return []
     used = {f"{name}.txt" for use in uses for name in use["used"]}
     return [path for path in sorted(folder.glob("*.txt")) if path.name not in used]
-
-
-def _orphans(folder: Path) -> list[Path]:
-    """Return the folders of test modules that are gone."""
-    if not folder.is_dir():
-        return []
-    modules = {path.stem for path in folder.parent.iterdir() if path.is_file()}
-    return [
-        path for path in sorted(folder.glob("test_*")) if path.is_dir() and path.name not in modules
-    ]
 
 
 def _shown(path: Path, root: Path) -> str:

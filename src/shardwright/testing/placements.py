@@ -190,10 +190,11 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
         return ""
     count = "1 tensor has" if len(wrong) == 1 else f"{len(wrong)} tensors have"
     of = "" if len(wanted) == 1 else f" (of {len(wanted)})"
-    lines = [
-        f"{count} another sharding than expected{of}:",
-        *(f"  {_sentence(pair)}" for pair in wrong[:rows]),
-    ]
+    lines = [f"{count} another sharding than expected{of}:"]
+    for pair in wrong[:rows]:
+        has, wants = _bytes(pair)
+        size = f"{has} per device either way" if has == wants else f"{has} per device, not {wants}"
+        lines.append(f"  {pair.path or 'the array'}: {'; '.join(_differences(pair))} ({size})")
     lines += [f"  and {len(wrong) - rows} more"] * (len(wrong) > rows)
     lines += [
         "",
@@ -207,18 +208,14 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
     fix = "place it as expected (sw.shard, jax.device_put, out_shardings=), or " + (
         "change the rule" if by_rule else "change the expectation"
     )
-    return "\n".join([*lines, *_rules(wrong[:rows]), f"  fix   {fix}"])
-
-
-def _rules(wrong: Sequence[Wanted]) -> list[str]:
-    """Return the rules of the dims that differ, each once, with file and line."""
     rules = [
         decision.rule
-        for pair in wrong
+        for pair in wrong[:rows]
         for decision, (has, wants) in zip(pair.decisions, _pairs(pair), strict=False)
         if decision.rule is not None and has != wants
     ]
-    return [f"  rule  {rule}".replace("\n", "\n        ") for rule in dict.fromkeys(rules)]
+    lines += [f"  rule  {rule}".replace("\n", "\n        ") for rule in dict.fromkeys(rules)]
+    return "\n".join([*lines, f"  fix   {fix}"])
 
 
 def _entries(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
@@ -241,12 +238,6 @@ def _unreduced(sharding: NamedSharding) -> list[str]:
         for axis, size in mesh_sizes(sharding.mesh).items()
         if size > 1 and axis in sharding.spec.unreduced
     ]
-
-
-def _other_devices(own: NamedSharding, wanted: NamedSharding) -> bool:
-    """Tell whether the devices, or their order, differ. They never do if a mesh is abstract."""
-    meshes = (own.mesh, wanted.mesh)
-    return all(isinstance(mesh, Mesh) for mesh in meshes) and _devices(own) != _devices(wanted)
 
 
 def _devices(sharding: Sharding) -> list[Any]:
@@ -301,7 +292,9 @@ def _differences(pair: Wanted) -> list[str]:
     has, wants = _unreduced(own), _unreduced(wanted)
     if has != wants:
         lines.append(f"unreduced over: {'+'.join(has) or '-'}, not {'+'.join(wants) or '-'}")
-    if _other_devices(own, wanted):
+    # Devices, or their order. They never differ if a mesh is abstract.
+    concrete = isinstance(own.mesh, Mesh) and isinstance(wanted.mesh, Mesh)
+    if concrete and _devices(own) != _devices(wanted):
         lines.append(f"devices: {_devices_text(own)}, not {_devices_text(wanted)}")
     # A sharding on an abstract mesh has no memory kind, and matches every kind.
     if own.memory_kind not in (None, wanted.memory_kind or own.memory_kind):
@@ -311,12 +304,6 @@ def _differences(pair: Wanted) -> list[str]:
 
 def _mesh_text(sharding: NamedSharding) -> str:
     return ",".join(f"{axis}={size}" for axis, size in mesh_sizes(sharding.mesh).items())
-
-
-def _sentence(pair: Wanted) -> str:
-    has, wants = _bytes(pair)
-    size = f"{has} per device either way" if has == wants else f"{has} per device, not {wants}"
-    return f"{pair.path or 'the array'}: {'; '.join(_differences(pair))} ({size})"
 
 
 def _bytes(pair: Wanted) -> tuple[str, str]:

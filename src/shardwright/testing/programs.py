@@ -20,8 +20,7 @@ from shardwright.errors import (
 from shardwright.manager import context
 from shardwright.manager.manager import PartitionManager
 from shardwright.mesh.build import mesh_sizes
-from shardwright.plan.collectives.by_axis import carried_axes
-from shardwright.plan.collectives.collective import Collective
+from shardwright.plan.collectives.collective import Collective, carried_axes
 from shardwright.plan.collectives.read import read_collectives
 from shardwright.vocabulary.axes import axis_label, canonical_axis
 

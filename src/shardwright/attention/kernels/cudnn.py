@@ -87,7 +87,9 @@ def _limits(call: AttentionCall) -> tuple[str, ...]:
     rules, dim = call.recipe.mask, call.head_dim
     left, right = rules.bounds
     window = left is not None
-    largest = 256 if _is_hopper() else 128
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", "0.0"))
+    # Hopper is 9.0.
+    largest = 256 if int(capability.partition(".")[0]) >= 9 else 128
     reasons = {
         f"it computes in bfloat16 and float16, and the call in {call.dtype}": (
             call.dtype == "float32"
@@ -111,11 +113,6 @@ def _limits(call: AttentionCall) -> tuple[str, ...]:
         ),
     }
     return tuple([reason for reason, holds in reasons.items() if holds])
-
-
-def _is_hopper() -> bool:
-    capability = getattr(jax.local_devices()[0], "compute_capability", "0.0")
-    return int(str(capability).partition(".")[0]) >= 9
 
 
 def _try_cudnn() -> str:

@@ -136,7 +136,14 @@ def prove(
       ProgramError: A worker died or ran out of time, or the compiler cannot compile a program.
     """
     # Compiled programs say so too, but not by the paths of arguments.
-    hosted = [_on_host(each.decided) for each in (left, right)]
+    hosted = [
+        {
+            place
+            for place, resolution in each.decided
+            if place.startswith("argument ") and resolution is not None and resolution.on_host
+        }
+        for each in (left, right)
+    ]
     if hosted[0] != hosted[1]:
         place = min(hosted[0] ^ hosted[1])
         return Proof(same=False, what=f"{place} is in host memory on one side only")
@@ -185,15 +192,6 @@ def _decided(
         request = equation.params["annotation"].request
         line = Path(_jax.source_line(equation)).name
         yield f"{request.path or ''} at {line}".strip(), manager.answer(request)
-
-
-def _on_host(decided: Sequence[tuple[str, Resolution | None]]) -> set[str]:
-    """Return the places of the arguments that live in host memory."""
-    return {
-        place
-        for place, resolution in decided
-        if place.startswith("argument ") and resolution is not None and resolution.on_host
-    }
 
 
 def _annotations(jaxpr: Any) -> Iterator[Any]:

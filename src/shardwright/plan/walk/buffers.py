@@ -22,7 +22,7 @@ from shardwright.dims.primitives import (
     SCATTERS,
 )
 from shardwright.plan.walk.entries import LOOPS, TEMPORARY, Buffer, Padded, Peak
-from shardwright.plan.walk.equations import called_jaxpr, live_equations, run_bodies
+from shardwright.plan.walk.equations import called_jaxpr, for_gpus, live_equations, run_bodies
 from shardwright.plan.walk.fusion import roots
 from shardwright.plan.walk.liveness import Timeline
 from shardwright.plan.walk.padding import (
@@ -31,7 +31,6 @@ from shardwright.plan.walk.padding import (
     turned_copies,
     with_one_row,
 )
-from shardwright.plan.walk.platform import for_gpus
 from shardwright.plan.walk.step import PlanStep
 from shardwright.plan.walk.values import ShardedValue, axes_of, local_elements, on_host
 from shardwright.trees.tensors import whole_bytes

@@ -1,16 +1,34 @@
-"""Find the live equations of a jaxpr, the sums that must be complete, and the nested jaxprs."""
+"""Find the live equations of a jaxpr, the sums that must be complete, and the nested jaxprs.
+
+The nested jaxprs are those of the platform that the walk is for. A plan without a topology is for
+TPUs: their compiler adds copies, pads tiles and sums small arrays whole. None of this is so on
+GPUs.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from jax.extend.core import Literal
 
 from shardwright.dims.bodies import Body, Runs, bodies
 from shardwright.dims.table import correspondence
-from shardwright.plan.walk.platform import branch_names
+from shardwright.manager import context
+
+# Names of the branches by platform that run on GPUs, of which a vendor has one.
+_GPU: Final = ("cuda", "rocm", "gpu")
+
+
+def for_gpus() -> bool:
+    """Tell whether the walk is for GPUs, as `Trace.platform` says."""
+    return bool(context.TARGET.value == "gpu")
+
+
+def branch_names() -> tuple[str, ...]:
+    """Return the platforms whose branch runs, as `jax.lax.platform_dependent` names them."""
+    return _GPU if for_gpus() else ("tpu",)
 
 
 def live_equations(jaxpr: Any) -> Iterator[Any]:

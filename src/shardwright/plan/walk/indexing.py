@@ -10,8 +10,8 @@ from jax.extend.core import Literal
 
 from shardwright.dims.primitives import SCATTERS
 from shardwright.dims.table import correspondence
+from shardwright.plan.walk.equations import for_gpus
 from shardwright.plan.walk.lookups import Lookup, LookupMove, Name, partition, shared_axes
-from shardwright.plan.walk.platform import for_gpus
 from shardwright.plan.walk.step import PlanStep
 from shardwright.plan.walk.values import Dims, Origin, ShardedValue, axes_of, most_runs, shards
 

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec
 
 from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.walk.entries import Buffer, Peak
+from shardwright.plan.walk.equations import for_gpus
 from shardwright.plan.walk.events import CompilerChoice, Event, Idle, WalkLocation, Work
 from shardwright.plan.walk.liveness import Timeline
 from shardwright.plan.walk.moves import find_move
-from shardwright.plan.walk.platform import for_gpus
 from shardwright.plan.walk.values import (
     Dims,
     Origin,

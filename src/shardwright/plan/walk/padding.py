@@ -21,9 +21,9 @@ from typing import Any, Final
 
 from shardwright.dims.primitives import SCATTERS
 from shardwright.plan.walk.entries import TEMPORARY, Buffer, Padded
+from shardwright.plan.walk.equations import for_gpus
 from shardwright.plan.walk.fusion import roots
 from shardwright.plan.walk.liveness import Timeline
-from shardwright.plan.walk.platform import for_gpus
 
 # A tile of a TPU has 8 sublanes by 128 lanes, of 32 bits each.
 _LANES: Final = 128
