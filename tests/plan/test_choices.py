@@ -107,6 +107,25 @@ def test_smaller_of_a_sum_and_a_gather(x: Operand, w: Operand, kind: str) -> Non
     assert check(lambda x, w: x @ w, x, w) == [kind]
 
 
+@pytest.mark.parametrize(("rows", "marked"), [(24, True), (32, False)])
+def test_scattered_parts_are_whole_tiles(rows: int, marked: bool) -> None:
+    """A TPU pads parts of 12 rows, and may permute their edges. Parts of 16 are two tiles."""
+
+    def matmul(x: Any, w: Any) -> Any:
+        return lax.with_sharding_constraint(x @ w, on({"a": 2}, "a"))
+
+    operands = [((rows, 64), (None, "a")), ((64, 256), ("a", None))]
+    walked = planned(matmul, operands, {"a": 2})
+    assert [str(event.kind) for event in walked.events] == ["reduce_scatter"]
+    assert bool(walked.choices) is marked
+
+
+def test_operands_that_differ_in_a_mesh_axis_are_marked() -> None:
+    x, y = ((16, 16), ("a", None)), ((16, 16), (None, "a"))
+    assert planned(lambda x, y: x + y, [x, y], SIZES).choices
+    assert not planned(lambda x, y: x + y, [x, x], SIZES).choices
+
+
 @pytest.mark.parametrize(
     ("function", "operands"),
     [

@@ -93,6 +93,23 @@ def test_exponentials_are_held_where_a_kernel_has_whole_rows(row: int, held: boo
     assert (weights not in fused_buffers(entries, reads, Fusion.MOST)) == held
 
 
+@pytest.mark.parametrize("costly", [False, True])
+def test_costly_value_of_a_held_operand(costly: bool) -> None:
+    """Two matmuls compute it again only if its operand, which stays longer, is as costly."""
+    operand = Buffer(size=32, kind=TEMPORARY, costly=costly)
+    value = buffer(32, operand, costly=True)
+    one, other, result = (Buffer(size=1, kind=TEMPORARY) for _ in range(3))
+    entries = [
+        entry((), operand, matmul=True),
+        entry((operand,), value),
+        entry((value,), one, matmul=True),
+        entry((value,), other, matmul=True),
+        entry((operand, one, other), result, matmul=True),
+    ]
+    reads = find_reads(entries, [result], ())
+    assert (value in fused_buffers(entries, reads, Fusion.NARROW)) == costly
+
+
 def test_softmax_of_grouped_queries_is_not_held() -> None:
     """The transpose of their scores moves the dim that the softmax adds up."""
 

@@ -108,6 +108,13 @@ def test_causes_name_rule_and_bytes_saved() -> None:
     assert leaves["up"].causes == ()
 
 
+def test_cause_of_sizes_that_no_mesh_axis_divides() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("ddp"), mesh=sw.abstract_mesh("dp:2,tp:4"))
+    report = pm.plan(jnp.sum, jnp.ones((6, 9)), specs=((sw.EMBED, sw.EMPTY),))
+    why = {cause.mesh_axis: cause.why for cause in report.state.leaves[0].causes}
+    assert why == {"dp": "no candidate has dp", "tp": "tp: no dim is divisible by 4"}
+
+
 def test_state_without_annotation_is_named() -> None:
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh("fsdp:8"))
     report = pm.plan(lambda x, n: x + n, jnp.ones(8), 1.0)

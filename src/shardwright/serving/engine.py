@@ -375,7 +375,7 @@ class Engine:
           ServingError: Requests already have slots.
         """
         with self._lock:
-            if self._loop.stepping or self._scheduler.slots or self._scheduler.dirty_slots:
+            if self._loop.stepping or self._scheduler.slots:
                 # Compiling runs every function once, which would give active slots a token.
                 raise ServingError(
                     "compile() was called while the engine is in use (requests in slots: "
