@@ -55,6 +55,16 @@ def _spare(marker: str, items: list[pytest.Function]) -> None:
         marks[:] = [mark for mark in marks if mark not in _named(cases[name], marker)]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of each file and folder that `.ci/full` lists as `ci`."""
+    lines = (config.rootpath / ".ci" / "full").read_text(encoding="utf-8").splitlines()
+    listed = tuple(line for line in lines if line and not line.startswith("#"))
+    for item in items:
+        if item.nodeid.startswith(listed):
+            item.add_marker("ci")
+
+
 def _named(item: pytest.Function, marker: str) -> list[pytest.Mark]:
     return [mark for mark in item.own_markers if mark.name == marker and "but" in mark.kwargs]
 

@@ -37,6 +37,7 @@ ONE = ("vanilla", "blockwise", "sdpa")
 
 @pytest.mark.parametrize(("implementation", "mesh", "name"), CELLS)
 @pytest.mark.full
+@pytest.mark.ci
 def test_biases_equal_the_oracle(implementation: str, mesh: str, name: str) -> None:
     case = next(listed for listed in CASES if listed.name == name)
     check(
@@ -90,6 +91,7 @@ def value_and_grads(implementation: str, bias: Any, **options: Any) -> tuple[Any
 @pytest.mark.full(but=["vanilla-nan", "blockwise-inf", "sdpa-nan"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("implementation", ONE)
+@pytest.mark.ci
 def test_nan_and_infinity_stay_in_their_row(implementation: str, value: float) -> None:
     bias = np.zeros((1, 1, 6, 6), np.float32)
     bias[..., 2, 1] = value
@@ -103,6 +105,7 @@ def test_nan_and_infinity_stay_in_their_row(implementation: str, value: float) -
     ("implementation", "softcap"),
     [("vanilla", 2.0), ("vanilla", None), ("blockwise", 2.0), ("sdpa", None)],
 )
+@pytest.mark.ci
 def test_masked_bias_is_ignored(implementation: str, softcap: float | None) -> None:
     later = np.arange(6)[None, :] > np.arange(6)[:, None]
     bias = np.where(later, np.array([np.nan, np.inf, -np.inf])[np.arange(6) % 3], 0.5)[
@@ -116,6 +119,7 @@ def test_masked_bias_is_ignored(implementation: str, softcap: float | None) -> N
 
 @pytest.mark.full(but=["blockwise"])
 @pytest.mark.parametrize("implementation", ONE)
+@pytest.mark.ci
 def test_row_of_large_biases_is_an_average(implementation: str) -> None:
     bias = np.full((1, 1, 6, 6), -1e9, np.float32)
     o, (_, _, dv, _) = value_and_grads(implementation, bias)

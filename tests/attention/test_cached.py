@@ -238,6 +238,7 @@ def test_equals_attention_to_lists_of_tokens(name: str, place: str) -> None:
 )
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.full
+@pytest.mark.ci
 def test_prefill_with_sharded_queries(name: str, axis_types: str) -> None:
     manager = manager_of("length" if name != "paged" else "heads", "prefill", axis_types)
     here = session(name, manager)
@@ -339,6 +340,7 @@ def test_rows_without_token_may_hold_anything() -> None:
     ],
 )
 @pytest.mark.full(but=["dense-None"])
+@pytest.mark.ci
 def test_remains_of_earlier_sequence_are_hidden(name: str, implementation: str | None) -> None:
     q, k, v = (jnp.asarray(x) for x in tokens(6))
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, DIM - V_DIM)))
@@ -434,6 +436,7 @@ def sent_by(name: str, count: int, **changes: Any) -> list[tuple[Any, int]]:
         pytest.param("quantized", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.ci
 def test_no_communication_over_batch_or_heads(name: str, place: str) -> None:
     manager = manager_of(place)
     with manager:

@@ -61,6 +61,7 @@ def derivatives(f: Callable[[Arrays], jax.Array], given: Arrays) -> Any:
 @pytest.mark.parametrize(
     "implementation", ["blockwise", "ring", "ulysses", "allgather_kv", "flash_decode", "sdpa"]
 )
+@pytest.mark.ci
 def test_derivatives_of_gradients(implementation: str) -> None:
     pm = sw.PartitionManager(
         sw.Strategy.loads(STRATEGY), mesh=cpu_mesh(MESHES.get(implementation, "dp:1"))
@@ -110,6 +111,7 @@ def test_hessian_and_batched_gradients() -> None:
 
 @pytest.mark.full(but=["ring", "blockwise"])
 @pytest.mark.parametrize("implementation", ["blockwise", "ring", "allgather_kv", "ulysses"])
+@pytest.mark.ci
 def test_saved_names_avoid_second_forward_pass(implementation: str) -> None:
     """Count the products in the program: a forward pass has two for each read of the keys."""
     pm = sw.PartitionManager(sw.Strategy.loads(STRATEGY), mesh=cpu_mesh(MESHES[implementation]))
@@ -145,6 +147,7 @@ def count_products(jaxpr: Any) -> int:
 
 @pytest.mark.full(but=["dp:2"])
 @pytest.mark.parametrize("mesh", ["", "dp:2"])
+@pytest.mark.ci
 def test_splash_refuses_derivatives_of_gradients(mesh: str) -> None:
     q, k, v = (jnp.ones((2, 128, 1, 128)) for _ in range(3))
 
@@ -167,6 +170,7 @@ def test_splash_refuses_derivatives_of_gradients(mesh: str) -> None:
 
 @pytest.mark.full(but=["blockwise"])
 @pytest.mark.parametrize("implementation", ["blockwise", "sdpa", "splash"])
+@pytest.mark.ci
 def test_forward_mode_alone_is_refused(implementation: str) -> None:
     """JAX refuses it, and names the mode. `vanilla` has it."""
 

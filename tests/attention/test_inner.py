@@ -141,6 +141,7 @@ def test_shards_of_odd_length(name: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.ci
 def test_cudnn_runs_in_ulysses(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA's attention replaces cuDNN's: both compute the same."""
     monkeypatch.setattr(cudnn, "failure_on", lambda kind: "")

@@ -45,6 +45,7 @@ def loss(params: Tree, x: jax.Array, *, remat: Callable[..., Any], **options: An
 
 @pytest.mark.full
 @pytest.mark.parametrize("implementation", MESHES)
+@pytest.mark.ci
 def test_gradient_inside_shard_map(implementation: str) -> None:
     """Two microbatches on every data shard; plain, with remat, and with a policy."""
     pm = sw.PartitionManager(sw.Strategy.loads(STRATEGY), mesh=cpu_mesh(MESHES[implementation]))

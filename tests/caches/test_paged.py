@@ -436,6 +436,7 @@ def test_no_temporary_grows_with_pages(mesh: str) -> None:
 
 @pytest.mark.full(but=["free", "share"])
 @pytest.mark.parametrize("name", ["free", "rewind", "reorder", "share"])
+@pytest.mark.ci
 def test_other_operations_touch_no_page(name: str) -> None:
     integers = jax.ShapeDtypeStruct((8,), jnp.int32)
     arguments = (integers, integers) if name == "share" else (integers,)

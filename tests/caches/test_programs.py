@@ -138,6 +138,7 @@ def test_append_to_ring_or_interleaved_rows(name: str, axis_types: str) -> None:
 
 @pytest.mark.full(but=["explicit"])
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.ci
 def test_append_of_length_sharded_tokens_sends_only_them(axis_types: str) -> None:
     manager = manager_of("dp:2,sp:4,tp:1", axis_types, mode="prefill")
     with manager:
@@ -175,6 +176,7 @@ def test_arrays_keep_their_shardings(axis_types: str) -> None:
 
 @pytest.mark.full(but=["auto"])
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.ci
 def test_beams_on_one_shard_send_nothing(axis_types: str) -> None:
     parents = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     with manager_of("dp:2,sp:2,tp:2", axis_types):
@@ -196,6 +198,7 @@ def test_beams_on_one_shard_send_nothing(axis_types: str) -> None:
 
 @pytest.mark.full(but=["auto"])
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.ci
 def test_insert_sends_new_rows_and_writes_in_place(axis_types: str) -> None:
     with manager_of("dp:2,sp:2,tp:2", axis_types):
         cache, source = make(), make(batch=2, capacity=64)

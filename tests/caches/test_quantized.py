@@ -131,6 +131,7 @@ def test_half_the_bytes_of_bfloat16(stored: str) -> None:
 
 @pytest.mark.full(but=["int8"])
 @pytest.mark.parametrize("stored", STORED)
+@pytest.mark.ci
 def test_error_of_logits(stored: str) -> None:
     """|q·(k' - k)| is at most sum |q_i| e_i, where e_i is the error of element i."""
     q, k = normal(BATCH, 1, HEADS, 128, seed=1), normal(BATCH, 32, HEADS, 128, seed=2)
@@ -148,6 +149,7 @@ def test_error_of_logits(stored: str) -> None:
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.full
+@pytest.mark.ci
 def test_attention_error_against_bfloat16_cache(stored: str) -> None:
     """An error d of logits changes outputs by (e^(2d) - 1) max |v| at most."""
     heads, dim, count = 8, 128, 48

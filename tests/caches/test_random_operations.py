@@ -135,12 +135,14 @@ def run(run: Run, steps: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", CACHES)
+@pytest.mark.ci
 def test_few_hundred_operations(name: str) -> None:
     run(Run(**CACHES[name]), 200)
 
 
 @pytest.mark.parametrize("name", ["sliding", "dense"])
 @pytest.mark.full
+@pytest.mark.ci
 def test_ring_sources(name: str) -> None:
     run(Run(source="sliding", **CACHES[name]), 200)
 

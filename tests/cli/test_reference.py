@@ -49,6 +49,7 @@ def test_config_is_planned(model: str, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.full
+@pytest.mark.ci
 def test_options_change_the_program(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"plan {model} --strategy fsdp --mesh fsdp:4 --mode train"
     assert run(f"{words} --batch 4 --set length=32 --set remat=none --set param=float32") == 0

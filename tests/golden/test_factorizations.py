@@ -59,6 +59,7 @@ def test_there_are_35_factorizations() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.full(but=["sequence"])
+@pytest.mark.ci
 def test_goldens_are_placed_on_every_mesh(preset: str) -> None:
     strategy = sw.Strategy.preset(preset)
     wrong = []

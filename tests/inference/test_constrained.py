@@ -186,6 +186,7 @@ def test_fused_projections_get_no_constraint() -> None:
 
 @pytest.mark.full(but=["fsdp_tp", "moe_ep", "serve_tp", "vision"])
 @pytest.mark.parametrize("preset", sw.Strategy.presets())
+@pytest.mark.ci
 def test_every_preset_runs(preset: str) -> None:
     """The length enters matmuls as QUERY_LENGTH, so it shares no mesh axis with their dims."""
     forward = sw.constrained(decoder, infer(DECODER))

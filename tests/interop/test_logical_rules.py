@@ -398,6 +398,7 @@ def outcome(axes: Any, pm: sw.PartitionManager, role: str, shape: Any) -> Any:
 @pytest.mark.full(but=["fsdp:8", "fsdp:2,ep:2,sp:2,tp:1"])
 @pytest.mark.filterwarnings("ignore:in an array with both names")
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.ci
 def test_round_trip_of_every_preset(mesh: str) -> None:
     problems = []
     for preset in sw.Strategy.presets():

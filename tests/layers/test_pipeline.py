@@ -182,6 +182,7 @@ def check(name: str, mesh: str, repeats: int, kind: Any, **options: Any) -> Any:
         ("dropout", "dp:2", 2, "auto"),
     ],
 )
+@pytest.mark.ci
 def test_equals_the_scan_of_each_microbatch(name: str, mesh: str, repeats: int, kind: Any) -> None:
     check(name, mesh, repeats, kind)
 
@@ -257,6 +258,7 @@ def of_the_whole_batch() -> Any:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.ci
 def test_schedule_none_gathers_layers(kind: str) -> None:
     pm = manager("pp:2,fsdp:4", kind=kind)
     strategy = sw.Strategy.preset("fsdp") | sw.Strategy(
@@ -274,6 +276,7 @@ def test_schedule_none_gathers_layers(kind: str) -> None:
 @pytest.mark.parametrize(
     ("batch", "kind"), [("dp", "auto"), ("dp", "explicit"), ("pp+dp", "explicit")]
 )
+@pytest.mark.ci
 def test_batch_may_leave_pp_out_or_first(batch: str, kind: str) -> None:
     """Which rows are in a microbatch does not change results without statistics of rows."""
     with manager("pp:2,dp:2", batch=batch, kind=kind, capacity="dp") as pm:
@@ -285,6 +288,7 @@ def test_batch_may_leave_pp_out_or_first(batch: str, kind: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.ci
 def test_a_call_may_be_eager(kind: str) -> None:
     def layer(w: Any, x: Any, inputs: Any) -> Any:
         return x + inputs.per_layer * jnp.tanh(x @ w), None

@@ -69,6 +69,7 @@ MESHES = [
 
 @pytest.mark.parametrize(("mesh", "axis_types"), MESHES)
 @pytest.mark.full(but=["dp:2,sp:2,tp:2-explicit"])
+@pytest.mark.ci
 def test_states_and_gradients_are_those_of_a_loop(mesh: str, axis_types: str) -> None:
     a, x, weight = inputs()
     with sw.PartitionManager(STRATEGY, mesh=cpu_mesh(mesh, axis_types=axis_types)) as pm:

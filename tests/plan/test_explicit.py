@@ -176,6 +176,7 @@ def program(name: str, by: Spelling) -> Callable[[Any, Any], Any]:
 
 @pytest.mark.full(but=["attention by reshard"])
 @pytest.mark.parametrize("case", list(PROGRAMS))
+@pytest.mark.ci
 def test_plan_equals_compiled_program(case: str) -> None:
     name, by = PROGRAMS[case]
     mesh = cpu_mesh("dp:2,tp:4", axis_types=dict.fromkeys(by.explicit, "explicit"))

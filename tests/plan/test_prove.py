@@ -190,6 +190,7 @@ def test_equal_exports_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.full
+@pytest.mark.ci
 def test_a_strategy_that_differs_is_explained() -> None:
     found = prove(lowered(mlp), lowered(mlp, "tensor"), timeout=300)
     assert not found.same

@@ -63,6 +63,7 @@ def check(seed: int) -> None:
 # In 331, gradients are partial sums over two dims, and their results are sharded, too.
 @pytest.mark.full(but=["0", "331"])
 @pytest.mark.parametrize("seed", [*range(3), 331])
+@pytest.mark.ci
 def test_a_plan_without_doubt_equals_xla(seed: int) -> None:
     check(seed)
 

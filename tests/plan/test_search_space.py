@@ -80,6 +80,7 @@ def brute_force(
 @pytest.mark.parametrize(
     ("orders", "axes", "meshes"), [(False, AXES, 10), (True, ("fsdp", "tp"), 6)]
 )
+@pytest.mark.ci
 def test_space_equals_brute_force(orders: bool, axes: tuple[str, ...], meshes: int) -> None:
     vary = {"head": ("tp", "-"), "params.embed": ("fsdp", "-")}
     found = search(vary=vary, orders=orders, axes=axes)
@@ -255,6 +256,7 @@ def test_kv_heads_that_do_not_divide_are_dropped() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.ci
 def test_modes_share_one_strategy() -> None:
     given = {mode: SMALL.program(mode) for mode in ("prefill", "decode")}
     found = search(given)

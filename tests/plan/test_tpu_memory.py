@@ -46,6 +46,7 @@ def test_range_holds_the_recorded_peak(name: str) -> None:
 
 @pytest.mark.full(but=["forward, unrolled, fsdp"])
 @pytest.mark.parametrize("name", [each.key for each in CASES if each.key not in WIDE])
+@pytest.mark.ci
 def test_range_of_a_decoder_is_narrow(name: str) -> None:
     memory = tpu_memory.plan(name).memory
     assert memory.high <= WIDEST * memory.low

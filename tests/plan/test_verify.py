@@ -110,6 +110,7 @@ BAD = {
 
 @pytest.mark.full(but=["kill -9 $$"])
 @pytest.mark.parametrize("script", BAD)
+@pytest.mark.ci
 def test_dead_worker_is_bad_news(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -186,6 +186,7 @@ def check_meshes(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.full
+@pytest.mark.ci
 def test_planned_bytes_between_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
     check_meshes(0, 6, monkeypatch)
 

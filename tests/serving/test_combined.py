@@ -165,6 +165,7 @@ def check(strategy: str, count: int, **options: Any) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"decode_steps": 3}])
+@pytest.mark.ci
 def test_every_token_is_of_a_version_that_is_reported(options: dict[str, Any]) -> None:
     """The text of the stub shows which version drew each token, across preemption too."""
     count = 60

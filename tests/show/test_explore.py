@@ -316,6 +316,7 @@ def test_page_of_a_large_model_is_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.ci
 def test_the_batch_divides_over_each_mesh(tmp_path: Path) -> None:
     model, out = tmp_path / "config.json", tmp_path / "page.html"
     model.write_text(json.dumps({**CONFIG, "sliding_window": None}), encoding="utf-8")

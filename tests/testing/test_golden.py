@@ -302,6 +302,7 @@ def test_xdist_workers_write(run: Run, pytester: pytest.Pytester) -> None:
     ids=["-k", "node id", "--deselect", "a skip", "--lf"],
 )
 @pytest.mark.full(but=["-k"])
+@pytest.mark.ci
 def test_partial_run_ignores_unused_files(
     run: Run, pytester: pytest.Pytester, args: tuple[str, ...], files: dict[str, str]
 ) -> None:

@@ -19,6 +19,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("flag", ["16", "", "4"])
 @pytest.mark.full
+@pytest.mark.ci
 def test_larger_number_in_xla_flags_is_kept(call: str, flag: str) -> None:
     env = {
         key: value

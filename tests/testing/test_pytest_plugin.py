@@ -416,6 +416,7 @@ def test_too_few_devices_has_a_fix(run: Run) -> None:
 
 @pytest.mark.full(but=["eight"])
 @pytest.mark.parametrize("word", ["eight", "0", "-1", "2.5"])
+@pytest.mark.ci
 def test_invalid_device_count(run: Run, word: str) -> None:
     result = run({"test_it.py": "def test_it(): ..."}, ini=f"virtual_devices = {word}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR

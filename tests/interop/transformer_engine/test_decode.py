@@ -93,6 +93,7 @@ def test_decode_with_a_padding_mask() -> None:
         {"window_size": (2, 1)},
     ],
 )
+@pytest.mark.ci
 def test_decoder_layer_decodes(fields: Any) -> None:
     """Cross-attention too has the position of the token, for its rotation and its window."""
     layer = te.TransformerLayer(
@@ -119,6 +120,7 @@ def test_decoder_layer_decodes(fields: Any) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.ci
 def test_decode_past_the_cache() -> None:
     module = te.MultiHeadAttention(4, 2, transpose_batch_sequence=False)
     init = jax.jit(lambda x: nn.unbox(module.init(jax.random.key(0), x, x, decode=True)))

@@ -13,7 +13,11 @@ from tests.interop.transformer_engine import cases, goldens
 def members(*groups: str) -> list[object]:
     """Return the cases of groups, as parameters of a test."""
     pairs = [(group, case) for group in groups for case in cases.CASES[group]]
-    return [pytest.param(*pair, id=f"{pair[0]}-{pair[1].name}") for pair in pairs]
+    in_ci = {"mlp-7": [pytest.mark.ci]}
+    return [
+        pytest.param(*pair, id=f"{pair[0]}-{pair[1].name}", marks=in_ci.get(pair[1].name, ()))
+        for pair in pairs
+    ]
 
 
 @pytest.mark.parametrize("name", cases.MODULES)

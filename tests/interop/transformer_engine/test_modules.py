@@ -118,6 +118,7 @@ def test_cpp_extensions_can_be_imported() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.ci
 def test_flax_is_imported_on_first_use() -> None:
     code = (
         "import sys; sys.modules['flax'] = None; sys.modules['flax.linen'] = None\n"
@@ -183,6 +184,7 @@ def test_activation_functions_and_low_rank_mlp() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.ci
 def test_fused_checkpoint_of_a_learned_softmax() -> None:
     q = jnp.ones((1, 3, 2, 4))
     module = te.DotProductAttention(4, 2, softmax_type="learnable", transpose_batch_sequence=False)

@@ -133,6 +133,7 @@ def test_layer_on_a_mesh(recipe: str, preset: str, kind: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.ci
 def test_plan_of_a_recipe(recipe: str) -> None:
     """The plan is complete. With a scale per tensor, kernels are gathered in fp8."""
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=cpu_mesh("fsdp:4,tp:2"))
@@ -216,6 +217,7 @@ PARTS: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("by", ["resource", "manager", "rules"])
 @pytest.mark.parametrize("case", PARTS)
 @pytest.mark.full(but=["outputs-resource", "norm-manager"])
+@pytest.mark.ci
 def test_blocks_of_shards_over_auto_axes(case: str, by: str) -> None:
     """The logical names say how a dim is sharded, and a part is a multiple of 32."""
     module, resource, message = PARTS[case]

@@ -174,6 +174,7 @@ def test_a_config_takes_the_name_of_a_recipe() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.ci
 def test_paths_of_quantized_kernels() -> None:
     strategy = sw.Strategy.preset("fsdp")
     strategy = strategy | sw.Strategy.model_validate(

@@ -268,6 +268,7 @@ def test_tiny_and_huge_values(recipe: str, size: float) -> None:
 
 @pytest.mark.full(but=["current"])
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+@pytest.mark.ci
 def test_no_tokens(recipe: str) -> None:
     """The largest value of nothing is 0."""
     kernel = np.ones((32, 64), np.float32)

@@ -185,6 +185,7 @@ def test_all_tokens_to_one_expert(matmul: str) -> None:
 
 @pytest.mark.full(but=["ragged"])
 @pytest.mark.parametrize("matmul", ["padded", "ragged"])
+@pytest.mark.ci
 def test_not_a_number_stays_in_its_row(matmul: str) -> None:
     moe_config = config(matmul=matmul)
     params, x = parameters(moe_config), tokens(8, 4, 16)
