@@ -296,7 +296,7 @@ def under(name: str, error: ShardingError) -> list[Problem]:
 
 
 def in_file(problem: Problem, file: str) -> Problem:
-    """Return a problem whose fix says in which table of which file a new rule belongs.
+    """Return a problem whose fix names the table and the file for a new rule.
 
     Args:
       problem: The problem. If its rule is already in that file, it stays as it is.

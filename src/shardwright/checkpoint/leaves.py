@@ -419,7 +419,7 @@ def _has_same_layers(saved: tuple[int, ...], target: tuple[int, ...]) -> bool:
 def _as_saved(
     sharding: NamedSharding, target: tuple[int, ...], saved: tuple[int, ...]
 ) -> NamedSharding:
-    """Return the sharding in which a stack is read that has other repeats in the file."""
+    """Return the sharding for reading a stack whose repeats differ in the file."""
     entries = [*sharding.spec, *[None] * (len(target) - len(sharding.spec))]
     # One of both has the leading dims [repeats, layers / repeats], or both have.
     depths = [

@@ -67,7 +67,10 @@ def wrapped(text: str, width: int) -> str:
 
 
 class _Once(argparse.Action):
-    """Store an option, and refuse it a second time: a script would mean an overlay, or a choice."""
+    """Store an option, and refuse it a second time.
+
+    Whoever gives it twice wants an overlay, or one of two values.
+    """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         if getattr(namespace, self.dest) is not None:

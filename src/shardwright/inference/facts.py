@@ -102,7 +102,7 @@ class Matmul:
       right: The other dims of the right operand.
       groups: Whether the batch dims are the groups of a ragged matmul.
       reads_inputs: Whether an operand is an input, to which no parameter has been applied.
-      leaf: The number of the parameter that is the weight, if it is one alone.
+      leaf: The number of the weight among the parameters. None if the weight is not one parameter.
       operands: The origins of the operands.
       origin: The origin of the result.
       location: The equation.

@@ -114,7 +114,7 @@ def place(model: Any, pm: "PartitionManager", annotations: Any) -> Any:
 
 
 def arrays(model: Any) -> Any:
-    """Return a model in which each leaf that is neither an array nor the shape of one is None."""
+    """Return a model whose leaves are arrays and shapes of arrays. All other leaves are None."""
     return library("equinox").filter(model, _is_array)
 
 

@@ -241,7 +241,7 @@ def _used(subject: Subject) -> set[str]:
 
 
 def dcn_order(subject: Subject) -> Iterator[Finding]:
-    """Yield composites in which a mesh axis that crosses slices is minor to one that does not.
+    """Yield composites whose mesh axis across slices is minor to one inside a slice.
 
     The major mesh axis of a dim varies slowest, so only this axis should cross the slow network
     between slices. In the other order, every step of a collective over the minor axis crosses that

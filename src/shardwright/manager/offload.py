@@ -108,7 +108,7 @@ def offloaded(optimizer: Any, specs: Any) -> Offloaded:
 
 
 class _LayerUpdate:
-    """One update of a tree: its leaves, with the parameter that each array of the state follows.
+    """One update of a tree: its leaves, and the parameter of each array of the state.
 
     `grads`, `params` and the state are lists of leaves. A group is the parameters that are updated
     together, by their numbers: those stacked over the same number of layers, or all others.

@@ -200,10 +200,11 @@ def find_smaller_rules(
     *,
     below: float,
 ) -> FittingRules | None:
-    """Return the change of a strategy that saves most memory, of those under which a plan succeeds.
+    """Return the change of a strategy that saves most memory.
 
-    Parameters are stored over one more mesh axis and gathered, as in FSDP, or their optimizer state
-    is sharded over it, by `zero1`. Or LENGTH is sharded over tp too, as in `fsdp_tp_sp`.
+    Only changes with which the program can be planned count. Parameters are stored over one more
+    mesh axis and gathered, as in FSDP, or their optimizer state is sharded over it, by `zero1`. Or
+    LENGTH is sharded over tp too, as in `fsdp_tp_sp`.
 
     Args:
       strategy: The strategy.

@@ -135,7 +135,7 @@ def _sides(holders: dict[Bounds, set[int]], rank: int, dims: int) -> list[list[t
 def _given_whole(
     sharding: NamedSharding, shape: tuple[int, ...], local: tuple[int, ...], rank: int
 ) -> tuple[int, ...]:
-    """Return the processes that pass a dim whole of which their devices hold only a part.
+    """Return the processes that pass a whole dim though their devices hold only a part of it.
 
     They must pass equal data. Empty if this process passes no such dim.
     """

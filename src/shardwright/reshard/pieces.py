@@ -26,7 +26,7 @@ class Pieces:
       dim: The dimension, or None if the leaf moves in one piece.
       groups: Number of groups along the dimension of the whole array.
       rows: Number of rows of a group.
-      size: Number of rows that a piece has of each group.
+      size: Number of rows in a piece, for each group.
       count: Number of pieces. The last overlaps the one before if `size` does not divide `rows`.
       bytes: Bytes of a piece over all devices, at the step with the most bytes.
     """

@@ -52,8 +52,9 @@ class CommonAxes:
     """One mesh for the source and the target of a move. Its devices have the order of the target.
 
     Attributes:
-      sizes: The axes of this mesh with their sizes, major first. An axis has the name of the
-        target's axis of which it is a part, with a number if there are several parts: `fsdp.0`.
+      sizes: The axes of this mesh with their sizes, major first. An axis is a
+        part of an axis of the target, and has its name; with a number if there are several parts,
+        as in `fsdp.0`.
       source: Axes of each dimension before the move.
       target: Axes of each dimension after the move.
     """
@@ -263,9 +264,12 @@ def local_dtype(dtype: np.dtype) -> np.dtype:
 def common_axes(source: DeviceGrid, target: DeviceGrid) -> CommonAxes | None:
     """Return the axes of a mesh that expresses both specs, or None if there is none.
 
-    There is none if the source or the target is not on a mesh, if the meshes have different
-    devices, if their sizes have no common factorization (such as `2,3` and `3,2`), or if the device
-    order of the source is not a transposition of that of the target.
+    There is none in these cases:
+
+    - The source or the target is not on a mesh.
+    - The meshes have different devices.
+    - Their sizes have no common factorization, such as `2,3` and `3,2`.
+    - The device order of the source is not a transposition of that of the target.
     """
     if not source.axes or set(source.devices) != set(target.devices):
         return None

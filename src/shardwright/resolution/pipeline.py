@@ -163,7 +163,7 @@ def most_inputs(table: ScheduleTable) -> tuple[int, ...]:
 def bubble(table: ScheduleTable) -> float:
     """Return the share of the stages' time in which they wait for others.
 
-    In a tick in which no stage runs forward, or none backward, that pass takes no time.
+    A tick has a forward and a backward pass. A pass that no stage runs takes no time.
     """
     passes = [[work.forward for work in row] for row in table]
     passes += [[work.backward for work in row] for row in table]

@@ -378,8 +378,9 @@ class AxisRules:
       policy: What to do if a rule cannot be applied exactly.
       attention: Pairs of a mode and the line that names its implementation of attention, sorted.
       pipeline: How the layers of a stack run over pp, or None if the strategy does not say.
-      order: Under `policy.order = "rules"`, for the activations of each of `MODES` and then for
-        the params: the axis of every candidate, in the order in which they are tried. Else empty.
+      order: Under `policy.order = "rules"`, the axis of every candidate, in the order of the
+        attempts. One tuple for the activations of each of `MODES`, then one for the parameters of
+        each. Else empty.
       memory: Where parameters and optimizer state live; the first rule that applies decides.
       saved: What rematerialization saves, and where.
       known_axes: Every axis that an annotation may use.

@@ -119,7 +119,7 @@ def annotate(model: Any, names: Names = NAMES) -> Any:
 
 
 def arrays(model: Any) -> Any:
-    """Return a model in which each leaf that is neither an array nor the shape of one is None."""
+    """Return a model whose leaves are arrays and shapes of arrays. All other leaves are None."""
     import equinox
 
     kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)

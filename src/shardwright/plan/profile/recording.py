@@ -66,8 +66,8 @@ def read_recording(trace: str | Path) -> Recording:
     """Read a profile.
 
     Args:
-      trace: Folder that was passed to `jax.profiler.trace`, of which the newest profile is read; or
-        one file `*.xplane.pb`.
+      trace: Folder that was passed to `jax.profiler.trace`, or one file `*.xplane.pb`. Of a folder,
+        the newest profile is read.
 
     Raises:
       ProgramError: There is no profile, or it has no operations of a compiled program.

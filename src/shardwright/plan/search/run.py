@@ -78,8 +78,8 @@ def search(
 
     A candidate is a strategy on a mesh. It is dropped and counted if it does not resolve, does not
     fit, is the same program as another candidate of its strategy, or has a mesh axis that no tensor
-    can be sharded over. The others are ordered: first those that fit, then those that are close to
-    the memory of the chip; among each by the upper end of the estimated time, then by that of the
+    can be sharded over. Of the others, those that fit come first, then those that are close to the
+    memory of the chip. Both are sorted by the upper end of the estimated time, then by that of the
     memory. If a strategy has Explicit `axis_types`, its candidates are traced one by one, and those
     that JAX refuses come last. The same arguments always give the same result.
 

@@ -144,8 +144,9 @@ def _is_repeated(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer
 def _joined(entries: Sequence[Entry], needed: Container[Buffer]) -> set[Buffer]:
     """Return the elementwise values of which all uses are in one kernel.
 
-    XLA's instruction fusion visits users first. A value of which all users are already in one
-    fusion joins it, however often it is read there: the inner values of the derivative of a GELU.
+    XLA's instruction fusion visits users first. If all users of a value are already in one fusion,
+    the value joins it, however often it is read there. The inner values of the derivative of a GELU
+    are an example.
     """
     readers: dict[Buffer, set[int]] = {}
     joined = set[Buffer]()

@@ -256,7 +256,7 @@ def _freed(lookup: Lookup, level: _Level, name: Name, group: frozenset[str]) -> 
 def _cost(lookup: Lookup, level: _Level, option: _Option) -> tuple[float, float]:
     """Return the bytes of the largest operation of a method, and the bytes that it sends.
 
-    XLA estimates them without further levels: inside a group, all arrays are whole.
+    In the estimates of XLA, all arrays are whole inside a group.
     """
     result: Name = "table" if lookup.adds else "rows"
     whole = {name: option.after.outer(name) for name in _NAMES}

@@ -75,7 +75,7 @@ def is_across(buffer: Buffer) -> bool:
 
 
 def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
-    """Return the copies that a transpose makes of an array in which no dim has 128 elements.
+    """Return the copies that a transpose makes of an array without a dim of 128 elements.
 
     The patches of an image are such an array. The compiler holds both orders of the dims in tiles
     of 8 by 128, one of them at least.
