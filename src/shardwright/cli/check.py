@@ -156,8 +156,8 @@ def _read_settings(
 ) -> tuple[set[str], list[Setting], list[Checked]]:
     """Return what models need of the strategies beside them on the command line.
 
-    That is the axes that they declare, and each of them on its mesh. A strategy without a mesh of
-    known sizes has a note instead.
+    A model needs the axes that they declare, and each strategy with its mesh. A strategy without a
+    mesh of known sizes has a note instead.
     """
     own_axes: set[str] = set()
     settings: list[Setting] = []

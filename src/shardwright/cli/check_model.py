@@ -73,7 +73,7 @@ def check_model(
     Args:
       text: `file.py:function`. Without `--params`, the function returns programs.
       arguments: The command line.
-      own_axes: Axes of their own that the other strategies of the command line declare.
+      own_axes: Axes that the strategies of the command line declare.
       settings: These strategies on their meshes.
 
     Raises:

@@ -257,7 +257,7 @@ def _is_strict(strategy: Strategy) -> bool:
 
 
 def _mesh_edits(strategy: Strategy, devices: int | None) -> Iterator[Edit]:
-    """Yield the change of one mesh axis with which the mesh divides the number of devices."""
+    """Yield another size of one mesh axis, so that the mesh divides the number of devices."""
     sizes = {axis: size for axis, size in strategy.mesh.items() if size != INFER}
     if devices is None or strategy.dcn or not sizes:
         return

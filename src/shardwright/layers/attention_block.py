@@ -466,7 +466,7 @@ def _check_arguments(
 
 
 def theta_rule(name: str, theta: Any, head_dim: int) -> tuple[object, str, str, str]:
-    """Return the rule for `refuse` that a head has a point of two elements for each frequency."""
+    """Return the rule for `refuse`: each frequency turns two elements of a head."""
     count = len(theta.values) if isinstance(theta, RopeFrequencies) else 0
     what = f"{name} has {count} frequencies, and head_dim is {head_dim}"
     return 2 * count > head_dim, name, what, f"pass at most {head_dim // 2}"

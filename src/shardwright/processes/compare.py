@@ -176,8 +176,8 @@ def compare(
       facts: This process's values.
       what: What is compared, as the subject of messages.
       fix: How to fix a difference.
-      patience: Seconds to wait for the other processes. It starts anew while all that are absent
-        compile a program, if their watchdogs say so.
+      patience: Seconds to wait for the other processes. The wait starts
+        again while every absent process compiles, as its watchdog says.
       detail: `what`, with what distinguishes it from other calls of its kind. Defaults to `what`.
 
     Raises:

@@ -38,7 +38,10 @@ class FieldKind(NamedTuple):
 
 
 def passes(test: Callable[[Any], object], what: str, *, fix: str) -> FieldKind:
-    """Return the kind of values for which `test` is true; `what` continues `scale=-1`."""
+    """Return the kind of values for which `test` is true.
+
+    `what` is the end of the message, such as "is not positive" after `scale=-1`.
+    """
     return FieldKind(
         lambda name, value: (
             (value, [] if test(value) else [(f"{name}={quoted(value)} {what}", fix)])

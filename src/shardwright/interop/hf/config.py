@@ -342,9 +342,10 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 def complete(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the values of the decoder's configuration, and notes on those that it does not have.
 
-    A nested `text_config` lacks what equals a class default, and what the configuration around it
-    says: dtype, quantization and tied embeddings. What `text_config` says counts first, then the
-    outer configuration, then the class default. Where nothing is nested, sizes are required.
+    A nested `text_config` may leave out values that equal class defaults. It also leaves out what
+    the outer configuration says: dtype, quantization and tied embeddings. What `text_config` says
+    counts first, then the outer configuration, then the class default. Where nothing is nested,
+    sizes are required.
 
     Raises:
       ShardingError: `text_config` is not a JSON object, or a `model_type` is not a text.
