@@ -41,7 +41,7 @@ def test_a_subject_is_measured_printed_and_written(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
-    assert [row["what"] for row in rows] == ["with pm", "with jax.set_mesh"]
+    assert [(row["what"], row["against"]) for row in rows] == [("with pm", "with jax.set_mesh")]
     assert all(row["seconds"] > 0 and row["repeats"] >= 3 for row in rows)
     assert "with pm" in done.stdout
     assert "| enter |" in (tmp_path / "r.md").read_text()
