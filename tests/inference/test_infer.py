@@ -474,6 +474,20 @@ def test_invalid_sizes(sizes: Any, says: Facts) -> None:
         sw.infer_axes(lambda p, x: p["table"][x], params, tokens, seeds=seeds, sizes=sizes)
 
 
+def test_a_size_may_be_that_of_a_factor() -> None:
+    """No dim of a parameter has 6 elements, but one of 24 is 4 heads of 6."""
+
+    def forward(params: Any, x: Any) -> Any:
+        heads = (x @ params["w"]).reshape(2, 16, 4, 6)
+        return jnp.einsum("bshd,bthd->bhst", heads, heads)
+
+    params = {"w": jax.ShapeDtypeStruct((8, 24), "float32")}
+    x = jax.ShapeDtypeStruct((2, 16, 8), "float32")
+    seeds = [(sw.BATCH, sw.LENGTH, sw.EMBED)]
+    inferred = sw.infer_axes(forward, params, x, seeds=seeds, sizes={6: "HEAD_DIM"})
+    assert axis_text(inferred.annotations["w"][1]).endswith("HEAD_DIM:6")
+
+
 def test_sizes_by_path_may_name_a_dim_as_its_weight_does() -> None:
     """A vector along EMBED is spelled NORM. That is no contradiction to the given name."""
 
