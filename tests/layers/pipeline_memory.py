@@ -28,9 +28,17 @@ class Program:
     """The gradients of a stack of layers and a head, over pp and, if the mesh has it, fsdp."""
 
     def __init__(
-        self, schedule: str, count: int, mesh: Any, *, rows: int, layers: int, dtype: str
+        self,
+        schedule: str,
+        count: int,
+        mesh: Any,
+        *,
+        rows: int,
+        layers: int,
+        dtype: str,
+        gather: str = "tick",
     ) -> None:
-        table = {"schedule": schedule, "microbatches": count}
+        table: dict[str, Any] = {"schedule": schedule, "microbatches": count, "gather": gather}
         if schedule == "circular":
             table["repeats"] = 2
         strategy = sw.Strategy(
@@ -58,14 +66,14 @@ class Program:
         self.step = jax.value_and_grad(loss, (0, 1, 2))
 
     def planned(self) -> Any:
-        """Return the planned peak."""
+        """Return the walk of the plan."""
         shapes = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in self.specs]
         stack, x, last = self.specs
         with self.manager as pm:
-            return pm.plan(self.step, *shapes, specs=(stack, x.axes, last)).walked.memory
+            return pm.plan(self.step, *shapes, specs=(stack, x.axes, last)).walked
 
     def compiled(self) -> Any:
-        """Return the memory analysis of the compiled program."""
+        """Return the compiled program."""
         with self.manager as pm:
             given = [
                 pm.abstract(spec, role=role)
@@ -73,7 +81,7 @@ class Program:
             ]
             platform = pm.mesh.devices.flat[0].platform
             traced = jax.jit(self.step).trace(*given)
-            return traced.lower(lowering_platforms=(platform,)).compile().memory_analysis()
+            return traced.lower(lowering_platforms=(platform,)).compile()
 
 
 if __name__ == "__main__":
@@ -84,6 +92,7 @@ if __name__ == "__main__":
     for schedule in SCHEDULES:
         for count in COUNTS:
             program = Program(schedule, count, tpu_compile.tpu_mesh(pp=4, fsdp=2), **ON_TPUS)
-            plan, peak = program.planned(), program.compiled().peak_memory_in_bytes
+            plan = program.planned().memory
+            peak = program.compiled().memory_analysis().peak_memory_in_bytes
             low, high, found = (f"{each / 2**20:,.0f}" for each in (plan.low, plan.high, peak))
             print(f"| {schedule} | {count} | {low} to {high} | {found} |", flush=True)

@@ -233,6 +233,7 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches() -> None:
         [
             pipeline_memory.Program(schedule, count, cpu_mesh("pp:4"), **given)
             .compiled()
+            .memory_analysis()
             .temp_size_in_bytes
             for count in (8, 16, 32)
         ]

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import shardwright as sw
@@ -18,7 +19,7 @@ from shardwright.plan.collectives import Kind, read_collectives
 from shardwright.plan.search.settings import read_pins, with_settings
 from shardwright.plan.walk.events import Event
 from shardwright.testing import cpu_mesh
-from tests.layers import pipeline_memory
+from tests.layers import blocks, pipeline_memory
 from tests.layers.test_pipeline import DENSE, X
 from tests.layers.test_pipeline_loss import manager
 
@@ -86,6 +87,39 @@ def test_plan_equals_the_program(schedule: str, mesh: str, kind: Any) -> None:
     assert gathers == sent(found, Kind.ALL_GATHER)
 
 
+@pytest.mark.full(but=["1f1b-auto"])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("schedule", ["gpipe", "circular", "1f1b"])
+def test_weights_are_gathered_once(schedule: str, kind: Any) -> None:
+    """Before the first tick: same values and gradients, and the bytes of the plan."""
+    results = []
+    for gather in ("tick", "once"):
+        sizes = {"rows": 32, "layers": 8, "dtype": "float32", "gather": gather}
+        mesh = cpu_mesh("pp:2,fsdp:4", axis_types=kind)
+        program = pipeline_memory.Program(schedule, 4, mesh, **sizes)
+        compiled, plan = program.compiled(), program.planned()
+        gathers, planned = (
+            {key: runs for key, runs in sent(each, Kind.ALL_GATHER).items() if "fsdp" in key[0]}
+            for each in (read_collectives(compiled, mesh), plan.events)
+        )
+        assert plan.complete
+        assert gathers == planned
+        weight = 4 * pipeline_memory.WIDTH**2
+        of_layer, of_stage = (gathers.get((("fsdp",), each * weight), 0) for each in (1, 4))
+        # A chunk in each tick, forward and backward: 20 layers for gpipe, 18 for circular.
+        of_once = (0, 1 if kind == "auto" else 2)
+        assert (of_layer, of_stage) == of_once if gather == "once" else of_layer >= 36, gathers
+        random = np.random.default_rng(0)
+        arrays = [
+            program.manager.shard(
+                random.normal(size=spec.shape).astype(np.float32) / 16, spec, role=role
+            )
+            for spec, role in zip(program.specs, ("param", "activation", "param"), strict=True)
+        ]
+        results.append(compiled(*arrays))
+    blocks.assert_close(*results, rtol=1e-5)
+
+
 @pytest.mark.full(but=["1f1b-8-pp:4,fsdp:2"])
 @pytest.mark.parametrize("mesh", ["pp:4,fsdp:2", "pp:4"])
 @pytest.mark.parametrize(
@@ -95,7 +129,7 @@ def test_plan_equals_the_program(schedule: str, mesh: str, kind: Any) -> None:
 def test_memory_is_in_the_planned_range(schedule: str, count: int, mesh: str) -> None:
     """On CPUs; the page has TPUs."""
     program = pipeline_memory.Program(schedule, count, cpu_mesh(mesh), **pipeline_memory.ON_CPUS)
-    plan, found = program.planned(), program.compiled()
+    plan, found = program.planned().memory, program.compiled().memory_analysis()
     # XLA for CPUs leaves temporary arrays out of its peak.
     held = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
     assert plan.low <= held <= plan.high
@@ -113,7 +147,7 @@ def test_page_shows_memory_on_tpus() -> None:
         low, high, found = (int(each.replace(",", "")) for each in numbers)
         mesh = sw.abstract_mesh("pp:4,fsdp:2")
         program = pipeline_memory.Program(schedule, int(count), mesh, **pipeline_memory.ON_TPUS)
-        plan = program.planned()
+        plan = program.planned().memory
         assert (low, high) == (round(plan.low / 2**20), round(plan.high / 2**20)), schedule
         assert low <= found <= high, (schedule, count)
 

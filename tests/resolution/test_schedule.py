@@ -50,5 +50,6 @@ def test_every_stage_does_its_work_in_order(
         most = [min(2 * (stages - stage) - 1, count) for stage in range(stages)]
         assert most_inputs(table) == tuple(most)
     else:
+        # Twice `total_iterations` of MaxText's layers/pipeline.py, without its delay of results.
         assert len(table) == 2 * (turns + stages - 1)
         assert set(most_inputs(table)) == {turns}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tools.pictures import caches, rooms, strategies, weights
+from tools.pictures import caches, pipelines, rooms, strategies, weights
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 PICTURES: Mapping[str, Callable[[], str]] = {
     "caches": caches.draw,
+    "pipelines": pipelines.draw,
     "rooms": rooms.draw,
     "strategies": strategies.draw,
     "weights": weights.draw,

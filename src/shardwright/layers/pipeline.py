@@ -18,7 +18,7 @@ from shardwright.layers.stages import Layer, LayerInputs, Stages, scan_layers
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
 from shardwright.resolution.partition_specs import UNCONSTRAINED
-from shardwright.resolution.pipeline import Pipeline, Schedule
+from shardwright.resolution.pipeline import GatherWeights, Pipeline, Schedule
 from shardwright.resolution.request import ShardingRequest
 from shardwright.trees.paths import is_array_spec, path_text
 from shardwright.vocabulary.axes import LAYERS, Role
@@ -34,6 +34,7 @@ def pipeline(
     rows: Any = None,
     streamed: Any = None,
     per_layer: Any = None,
+    path: str | None = None,
 ) -> tuple[Any, Any]:
     """Run a stack of equal layers; return (x, outputs), as `jax.lax.scan` does.
 
@@ -57,6 +58,8 @@ def pipeline(
       streamed: Tree of larger arrays `[batch, ...]` that layers read, such as the output of an
         encoder. They are sent from stage to stage together with x.
       per_layer: Tree of arrays `[layers, ...]` of which a layer reads its own part.
+      path: Path of `params` in the model, required for `gather = "once"` under a strategy with
+        `[[tensors]]` entries.
 
     Returns:
       (x, outputs). The outputs have leading dims `[microbatches, layers]`; without `[pipeline]`,
@@ -70,7 +73,7 @@ def pipeline(
         the call of a pipeline, or the schedule is "1f1b", which `pipeline_loss` runs.
     """
     inputs = LayerInputs(number=None, keys=keys, rows=rows, streamed=streamed, per_layer=per_layer)
-    params, lead, cut = read_stack(params, x, inputs, specs=specs)
+    params, lead, cut = read_stack(params, x, inputs, specs=specs, path=path)
     if cut is None:
         return one_scan(layer, params, x, inputs, lead)
     settings = ambient_pipeline()
@@ -98,13 +101,13 @@ def pipeline(
 
 
 def read_stack(
-    params: Any, x: Any, inputs: LayerInputs, *, specs: Any
+    params: Any, x: Any, inputs: LayerInputs, *, specs: Any, path: str | None
 ) -> tuple[Any, tuple[int, ...], Microbatches | None]:
     """Check the arguments of a pipeline.
 
     Returns:
-      The parameters, their leading dims that count layers, and the microbatches. These are None if
-      the layers run as one scan.
+      The parameters, gathered if `[pipeline]` says "once"; their leading dims that count layers;
+      and the microbatches, or None if the layers run as one scan.
 
     Raises:
       ShardingError: As `pipeline` raises it.
@@ -132,7 +135,13 @@ def read_stack(
     check_sizes({"x": x, "streamed": inputs.streamed}, batch, "rows")
     check_sizes({"rows": inputs.rows}, batch, "rows", may_be_one=True)
     check_sizes({"per_layer": inputs.per_layer}, math.prod(lead), "layers")
-    return params, lead, microbatches_of(manager, batch)
+    cut = microbatches_of(manager, batch)
+    if settings.gather is GatherWeights.ONCE:
+        # `gather` of a layer then finds its weight gathered. It still scatters the sum of each
+        # gradient, so the stage adds up gradients that are sharded as stored. Over Explicit mesh
+        # axes, the type of their sum is that of the gathered weights: it is gathered once, too.
+        params = manager.gather(params, specs, path=path)
+    return params, lead, cut
 
 
 def ambient_pipeline() -> Pipeline | None:

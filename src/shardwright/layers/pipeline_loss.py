@@ -46,6 +46,7 @@ def pipeline_loss(
     rows: Any = None,
     streamed: Any = None,
     per_layer: Any = None,
+    path: str | None = None,
     aux: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, Any]:
     """Run a stack of equal layers and a head; return (loss, outputs of the layers).
@@ -75,6 +76,7 @@ def pipeline_loss(
       rows: As in `pipeline`.
       streamed: As in `pipeline`.
       per_layer: As in `pipeline`.
+      path: As in `pipeline`.
       aux: Function of the output of one layer that returns its auxiliary loss. Defaults to none.
 
     Raises:
@@ -95,7 +97,7 @@ def pipeline_loss(
     """
     rows, head_inputs = jax.lax.stop_gradient((rows, head_inputs))
     inputs = LayerInputs(number=None, keys=keys, rows=rows, streamed=streamed, per_layer=per_layer)
-    params, lead, cut = read_stack(params, x, inputs, specs=specs)
+    params, lead, cut = read_stack(params, x, inputs, specs=specs, path=path)
 
     def run_layer(params: Any, x: Any, inputs: LayerInputs) -> tuple[Any, Any]:
         x, output = layer(params, x, inputs)

@@ -517,6 +517,7 @@ def _scan(
         rows=given,
         streamed=encoded,
         per_layer=per_layer,
+        path=path,
     )
     if ambient_pipeline() is None:
         moe_states, seen = jax.tree.map(lambda leaf: leaf[0], (moe_states, seen))

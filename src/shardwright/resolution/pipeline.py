@@ -29,6 +29,16 @@ class Schedule(enum.StrEnum):
     ONE_F_ONE_B = "1f1b"
 
 
+class GatherWeights(enum.StrEnum):
+    """When FSDP gathers the weights of a stage: for each chunk that runs, or before the first tick.
+
+    ONCE holds the gathered weights of the stage during the step.
+    """
+
+    TICK = "tick"
+    ONCE = "once"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """How the layers of a stack run over the mesh axis pp.
@@ -37,6 +47,7 @@ class Pipeline:
       schedule: The schedule.
       microbatches: Number of microbatches of a batch.
       repeats: Number of chunks of layers of a stage.
+      gather: When weights are gathered.
 
     Raises:
       StrategyError: A value is not valid.
@@ -45,6 +56,7 @@ class Pipeline:
     schedule: Annotated[Schedule, choice(Schedule)]
     microbatches: Annotated[int, integer(fix="write microbatches = 8")] = 1
     repeats: Annotated[int, integer(fix="write repeats = 1")] = 1
+    gather: Annotated[GatherWeights, choice(GatherWeights)] = GatherWeights.TICK
 
     def __post_init__(self) -> None:
         read_fields(self, error=StrategyError)

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwright.errors import raise_problems
 from shardwright.resolution.decisions import RuleRef
-from shardwright.resolution.pipeline import Pipeline, Schedule
+from shardwright.resolution.pipeline import GatherWeights, Pipeline, Schedule
 from shardwright.resolution.rules import (
     POLICY_PRESETS,
     AxisRules,
@@ -88,6 +88,7 @@ def compile_rules(data: Mapping[str, Any], origin: KeySources, policy: Any) -> A
             schedule=Schedule(pipeline["schedule"]),
             microbatches=pipeline.get("microbatches") or 1,
             repeats=pipeline.get("repeats", 1),
+            gather=GatherWeights(pipeline.get("gather", "tick")),
         ),
     )
 

@@ -266,6 +266,9 @@ class PipelineTable(BaseModel):
     repeats: int = Field(
         default=1, gt=0, description="Chunks of layers of a stage, in a circular schedule."
     )
+    gather: Literal["tick", "once"] = Field(
+        default="tick", description="Whether FSDP gathers weights in each tick, or once per step."
+    )
 
 
 class Strategy(BaseModel):
