@@ -225,8 +225,10 @@ def _shape(spec: sw.ArraySpec) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
 
 
-def test_gradient_of_overlapping_maxima_is_marked() -> None:
-    pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh("fsdp:8"))
+@pytest.mark.parametrize("mesh", ["fsdp:8", "fsdp:2"])
+def test_gradient_of_overlapping_maxima_is_marked(mesh: str) -> None:
+    """Also where each part has the rows that the windows of its neighbor reach."""
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh(mesh))
 
     def loss(x: Any) -> Any:
         return jnp.sum(largest(3, 2)(jnp.ones((1, 1, 1, 8)), x))
