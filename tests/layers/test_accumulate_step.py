@@ -12,11 +12,11 @@ import optax
 import pytest
 
 import shardwright as sw
-from shardwright.layers import Weighted, accumulate, dropout
+from shardwright.layers import Weighted, accumulate, dropout, embedding, moe_block
 from shardwright.plan.collectives import read_collectives
 from shardwright.testing import cpu_mesh
 from tests.layers import blocks
-from tests.layers.test_accumulate import padded_whole_batch
+from tests.layers.test_accumulate import MOE, MOE_SPECS, padded_whole_batch
 from tests.plan.against_xla import compiled_bytes, planned_bytes
 
 MESHES = {
@@ -162,20 +162,30 @@ def plain_loss(params: Any, rows: Any, channel: Any) -> Any:
     return Weighted(jnp.sum((y - rows) ** 2), rows.size), None
 
 
-@pytest.mark.full(but=["fsdp-auto-each"])
+def experts_loss(params: Any, tokens: Any, channel: Any) -> Any:
+    x = embedding.apply(params["table"], tokens)
+    for layer in params["layers"]:
+        x += moe_block.apply(MOE, layer, x)[0]
+    return Weighted(jnp.sum(jnp.sin(x)), x.size), channel
+
+
+@pytest.mark.full(but=["fsdp_tp-auto-each"])
 @pytest.mark.parametrize("how", ["each", "once"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.parametrize("preset", ["ddp", "fsdp"])
+@pytest.mark.parametrize("preset", ["ddp", "fsdp", "fsdp_tp", "moe_ep"])
 def test_plan_of_a_step(preset: str, kind: str, how: Any) -> None:
     """The planned bytes of each kind and mesh axis are those of the compiled program."""
-    pm, axes = manager(preset, kind), (sw.BATCH, sw.EMBED)
-    shapes = {n: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for n, spec in MLP_SPECS.items()}
+    loss, specs, axes = plain_loss, MLP_SPECS, (sw.BATCH, sw.EMBED)
     rows = jax.ShapeDtypeStruct((32, 16), np.float32)
+    if preset == "moe_ep":
+        loss, specs, axes = experts_loss, MOE_SPECS, ROWS
+        rows = jax.ShapeDtypeStruct((32, 8), np.int32)
+    pm, shapes = manager(preset, kind), jax.eval_shape(lambda: blocks.random_params(specs))
 
     def step(params: Any, rows: Any) -> Any:
-        return accumulate(plain_loss, 4, specs=MLP_SPECS, gather=how)(params, rows).grads
+        return accumulate(loss, 4, specs=specs, gather=how)(params, rows).grads
 
-    report = pm.plan(step, shapes, rows, specs=(MLP_SPECS, axes))
-    given = pm.abstract(shapes, MLP_SPECS), pm.abstract(rows, axes, role="activation")
+    report = pm.plan(step, shapes, rows, specs=(specs, axes))
+    given = pm.abstract(shapes, specs), pm.abstract(rows, axes, role="activation")
     assert report.walked.complete, report.walked.unknown
     assert planned_bytes(report) == compiled_bytes(pm, step, given)

@@ -46,7 +46,9 @@ class Ledger:
     """The results of a walk so far: collectives, operations, memory and uncertain places.
 
     Attributes:
-      sizes: Size of each mesh axis that has more than one device, in mesh order.
+      sizes: Size of each mesh axis that has more than one device, in mesh order. In the body of a
+        `shard_map`, only those that still shard its values.
+      mesh: The same of all mesh axes.
       tiled: Whether the compiler keeps arrays in tiles, as those for TPUs do.
       in_stage: Whether the walk is in a `shard_map` over some mesh axes, such as a pipeline's.
     """
@@ -59,7 +61,7 @@ class Ledger:
         self._renaming = renaming
         # `Dims` never has mesh axes of size 1, so they are left out of the sizes too.
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
-        self._mesh = self.sizes
+        self.mesh = self.sizes
         self.tiled = not for_gpus()
         self.in_stage = False
         self.events: list[Event] = []
@@ -349,9 +351,9 @@ class Ledger:
           devices: Devices of one group. Defaults to all devices along the mesh axes.
         """
         chosen = set(mesh_axes)
-        axes = tuple(axis for axis in self._mesh if axis in chosen)
+        axes = tuple(axis for axis in self.mesh if axis in chosen)
         if devices is None:
-            devices = shards(axes, self._mesh)
+            devices = shards(axes, self.mesh)
         if devices < 2 or not logical_bytes or not location.runs:
             return
         causes = [origins[axis] for axis in axes if axis in origins]

@@ -157,7 +157,7 @@ def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[st
             kind = Kind.REDUCE_SCATTER
         if kind is not None:
             mesh_axes = _mesh_axes(equation, step)
-            devices = shards([axis for axis in mesh_axes if axis in ledger.sizes], ledger.sizes)
+            devices = shards([axis for axis in mesh_axes if axis in ledger.mesh], ledger.mesh)
             for variable in equation.invars:
                 dtype = variable.aval.dtype
                 size = whole_bytes(variable.aval.size, dtype)
