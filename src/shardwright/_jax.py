@@ -392,7 +392,7 @@ def mixes_memories(error: BaseException) -> bool:
 # What JAX says of shardings in errors of other classes. Unequal types of carries and branches are
 # about shardings if JAX names no other difference.
 _ABOUT_SHARDINGS = re.compile(
-    r"shardings?\b|shard_map|\bmesh\b|\bspecs?\b|\[[^]]*@(?!.*so the )", re.DOTALL
+    r"shardings?\b|shard_map|\bunreduced\b|\bmesh\b|\bspecs?\b|\[[^]]*@(?!.*so the )", re.DOTALL
 )
 
 

@@ -18,12 +18,14 @@ from shardwright.layers import (
     Weighted,
     accumulate,
     attention_block,
+    dense,
     dropout,
     embedding,
     fp8,
     loss,
     mlp_block,
     moe_block,
+    norm,
     transformer_block,
 )
 from shardwright.layers.closures import closed_over_keys
@@ -265,6 +267,138 @@ def test_presets_and_meshes(preset: str, mesh: str, kind: str, how: Any) -> None
         assert not over_batch, over_batch
     if preset in ("tensor", "fsdp_tp"):  # as without accumulation: nothing is gathered over tp
         assert set(over_tp) == {"all_reduce"}, over_tp
+
+
+def reductions_in_the_loop(compiled: Any, pm: sw.PartitionManager) -> list[str]:
+    """Return the sums over dp, or of a whole weight over sp, that a loop of 4 microbatches runs."""
+    return [
+        f"{each.kind} over {each.mesh_axes}, {each.logical_bytes} bytes"
+        for each in read_collectives(compiled, pm.mesh)
+        if (each.count or 0) >= 4
+        # The statistics of a router are integers, and the sums of the loss are scalars.
+        and each.dtype == "f32"
+        and each.logical_bytes > 8
+        # Attention gathers keys over sp, and scatters their gradients.
+        and ("dp" in each.mesh_axes or ("sp" in each.mesh_axes and str(each.kind) == "all_reduce"))
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("preset", "mesh"),
+    [
+        ("sequence", "dp:4,sp:2"),
+        ("fsdp_tp", "dp:2,sp:2,tp:2"),
+        ("fsdp_tp_sp", "dp:2,sp:2,tp:2"),
+        ("moe_ep", "dp:2,sp:2,ep:2"),
+    ],
+)
+def test_types_defer_the_sum_over_sp(preset: str, mesh: str) -> None:
+    """On Explicit mesh axes, the gradients of a decoder are summed over sp once, too."""
+    f, specs, params, batch, wanted = padded_whole_batch(preset)
+    pm = sw.PartitionManager(
+        sw.Strategy.preset(preset), mesh=cpu_mesh(mesh, axis_types="explicit"), mode="train"
+    )
+    with pm:
+        stored = pm.shard(params, specs, role="param")
+        run = jax.jit(accumulate(f, 4, specs=specs, gather="once"))
+        compiled = run.lower(stored, batch).compile()
+        result = compiled(stored, batch)
+    assert not reductions_in_the_loop(compiled, pm)
+    blocks.assert_close((result.value, result.grads), wanted, rtol=1e-5)
+    for gradient, value in zip(jax.tree.leaves(result.grads), jax.tree.leaves(stored), strict=True):
+        assert gradient.sharding.is_equivalent_to(value.sharding, value.ndim)
+
+
+TEXT = np.random.default_rng(4).normal(size=(16, 4, 16)).astype(np.float32)
+SMALL = {
+    "norm": sw.ArraySpec((16,), np.float32, (sw.NORM,)),
+    "up": dense.specs([(sw.EMBED, 16)], [(sw.HEAD, 4), (sw.HEAD_DIM, 8)], bias=True),
+}
+
+
+def small_loss(params: Any, batch: Any, channel: Any) -> Any:
+    w = sw.gather(params, SMALL)
+    h = norm.layer_norm(batch["x"], w["norm"], w["norm"], zero_centered=True)
+    y = dense.dense(h, w["up"]["kernel"], w["up"]["bias"], out=HEADED)
+    return Weighted(jnp.sum(jnp.sin(y) * batch["valid"][..., None, None]), batch["valid"].sum()), y
+
+
+HEADED = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
+INPUTS = {"x": (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED), "valid": (sw.BATCH, sw.QUERY_LENGTH)}
+REPLICATED = {"length": "sp", "query_length": "sp", "kv_length": "sp"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [
+        (sw.Strategy.preset("ddp") | sw.Strategy(rules=REPLICATED), "each"),
+        pytest.param(sw.Strategy.preset("fsdp_tp"), "once", marks=pytest.mark.full),
+    ],
+    ids=["replicated", "gathered"],
+)
+def test_scales_and_biases_defer_the_sum(strategy: sw.Strategy, how: Any) -> None:
+    """Also under jit_step, which sets no mesh in its trace. The mean counts all tokens once."""
+    pm = sw.PartitionManager(
+        strategy, mesh=cpu_mesh("dp:2,sp:2,tp:2", axis_types="explicit"), mode="train"
+    )
+    params = blocks.random_params(SMALL)
+    batch = {"x": TEXT, "valid": np.arange(64).reshape(16, 4) % 5 < 3}
+
+    def step(state: Any, batch: Any) -> Any:
+        result = accumulate(small_loss, 4, specs=SMALL, gather=how)(state, batch)
+        return result.grads, (result.value, result.weight)
+
+    stored = pm.shard(params, SMALL, role="param")
+    run = pm.jit_step(step, stored, INPUTS, donate=False)
+    placed = pm.shard(batch, INPUTS)
+    assert not reductions_in_the_loop(run.lower(stored, placed).compile(), pm)
+    grads, (value, weight) = run(stored, placed)
+
+    def mean(params: Any) -> Any:
+        h = norm.layer_norm(TEXT, params["norm"], params["norm"], zero_centered=True)
+        y = jnp.einsum("bse,ehd->bshd", h, params["up"]["kernel"]) + params["up"]["bias"]
+        return jnp.sum(jnp.sin(y) * batch["valid"][..., None, None]) / batch["valid"].sum()
+
+    assert weight == batch["valid"].sum()
+    blocks.assert_close((value, grads), jax.value_and_grad(mean)(params), rtol=1e-5)
+
+
+@pytest.mark.full
+def test_rows_without_length() -> None:
+    """They are not sharded over sp, so no sum over sp is deferred."""
+    specs = {"w": sw.ArraySpec((16, 8), np.float32, (sw.EMBED, sw.MLP_INTERMEDIATE))}
+    params, rows = blocks.random_params(specs), np.asarray(TEXT[:, 0])
+
+    def squares(params: Any, rows: Any, channel: Any) -> Any:
+        w = sw.gather(params, specs)["w"]
+        y = sw.einsum("be,em->bm", rows, w, out=(sw.BATCH, sw.MLP_INTERMEDIATE))
+        return Weighted(jnp.sum(y**2), rows.size), channel
+
+    mesh = cpu_mesh("dp:2,sp:2,tp:2", axis_types="explicit")
+    with sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh, mode="train") as pm:
+        stored = pm.shard(params, specs, role="param")
+        result = jax.jit(accumulate(squares, 4, specs=specs, gather="once"))(stored, rows)
+    wanted = 2 * rows.T @ (rows @ params["w"]) / rows.size
+    blocks.assert_close(result.grads["w"], wanted, rtol=1e-5)
+
+
+def test_refused_weight_is_named() -> None:
+    """JAX refuses a product of a weight that is reduced over sp, and of tokens sharded over sp."""
+
+    def scaled(params: Any, batch: Any, channel: Any) -> Any:
+        h = batch["x"] * sw.gather(params, SMALL)["norm"]
+        y = dense.dense(h, params["up"]["kernel"], out=HEADED)
+        return Weighted(jnp.sum(jnp.sin(y)), y.size), channel
+
+    strategy = sw.Strategy.preset("ddp") | sw.Strategy(rules=REPLICATED)
+    mesh = cpu_mesh("dp:4,sp:2", axis_types="explicit")
+    with sw.PartitionManager(strategy, mesh=mesh, mode="train") as pm:
+        given = pm.shard(blocks.random_params(SMALL), SMALL, role="param"), {"x": TEXT}
+        with raises(sw.LayerError, "dp+sp", path="norm", fix="sw.einsum"):
+            jax.eval_shape(
+                accumulate(scaled, 4, specs=SMALL), given[0], pm.shard(given[1], {"x": INPUTS["x"]})
+            )
 
 
 @pytest.mark.parametrize("how", ["each", "once"])

@@ -28,7 +28,7 @@ from shardwright.manager.shards import place_for_shard_map
 from shardwright.resolution.partition_specs import canonical_spec, entry_names, entry_of, spec_of
 from shardwright.trees.annotated import annotated_leaves
 from shardwright.trees.paths import path_text
-from shardwright.vocabulary.axes import BATCH
+from shardwright.vocabulary.axes import BATCH, QUERY_LENGTH
 from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.lowering import lower
 from shardwright.vocabulary.read import one_of, read_all
@@ -96,8 +96,11 @@ def accumulate(
       sums. All weights are gathered before the first microbatch.
 
     Mesh axes that BATCH is not sharded over, such as tp and sp, work as without accumulation: over
-    sp, each microbatch sums its gradients. Microbatch i has the i-th part of the examples of each
-    device.
+    sp, each microbatch sums its gradients. This sum too comes once, after the last microbatch, if
+    all mesh axes are Explicit, and weights are gathered once or not stored in shards. Weights are
+    then `reduced` in their types, which JAX takes in matmuls and in layers. The loss sees whole
+    microbatches there, with one key for each. Microbatch i has the i-th part of the examples of
+    each device.
 
     Args:
       loss: Function of (params, batch, channel) that returns (`Weighted(total, weight)`, seen) of
@@ -123,7 +126,7 @@ def accumulate(
       LayerError: n is not a positive integer, a surrounding `shard_map` has split the batch, or
         parameters are in host memory. Or the arrays of `batch` differ in dim 0, `channel` has other
         uses than n, the loss has other parameters or closes over a key, or it does not return what
-        `mean_over` says.
+        `mean_over` says. Or JAX refuses an operation of a weight that is `reduced`.
     """
     read_integer("n", n, error=LayerError, fix="pass the number of microbatches, such as n=4")
     words: list[Any] = [("gather", gather, one_of(("each", "once")))]
@@ -180,6 +183,7 @@ def accumulate(
             is_mean=mean_over is not None,
             once=gather == "once" and manager is not None,
             trained=tuple(trainable is None or trainable(path) for path in paths),
+            paths=tuple(paths),
         )
         return step.run(params, batch, channel, key)
 
@@ -200,6 +204,9 @@ class _AccumulationStep:
       is_mean: Whether the loss returns a mean over these examples.
       once: Whether all weights are gathered before the first microbatch.
       trained: For each leaf of the parameters, whether it has a gradient.
+      paths: Path of each leaf of the parameters.
+      deferred: Mesh axes that trained weights are reduced over in their types.
+      only: Path of the only weight that is reduced, or None for all.
     """
 
     loss: Callable[..., Any]
@@ -211,10 +218,16 @@ class _AccumulationStep:
     is_mean: bool
     once: bool
     trained: tuple[bool, ...]
+    paths: tuple[str, ...]
+    deferred: frozenset[str] = frozenset()
+    only: str | None = None
 
     def run(self, params: Any, batch: Any, channel: Any, key: Any) -> Accumulated:
         """Return the loss and the gradients of all microbatches of all devices."""
-        if self.manager is not None and self.axes:
+        if self.manager is not None and (deferred := self._deferrable(self.manager, params)):
+            step = dataclasses.replace(self, deferred=deferred)
+            sums, (sent, seen) = step._by_types(self.manager, params, batch, channel, key)
+        elif self.manager is not None and self.axes:
             sums, (sent, seen) = self._on_shards(self.manager, params, batch, channel, key)
         else:
             sums, (sent, seen) = self._scan(params, batch, channel, key)
@@ -235,6 +248,53 @@ class _AccumulationStep:
             seen=seen,
         )
 
+    def _deferrable(self, manager: PartitionManager, params: Any) -> frozenset[str]:
+        """Return the mesh axes of the tokens, if LENGTH is sharded and types can defer its sums."""
+        # Inside a `shard_map`, JAX cannot transpose a scan over layers that are reduced.
+        mesh = _jax.ambient_mesh() or manager.mesh
+        if set(mesh.axis_types) != {AxisType.Explicit}:
+            return frozenset()
+        # All mesh axes divide this size.
+        found = manager.explain(QUERY_LENGTH, shape=(mesh.size,)).decisions
+        length = [axis for decision in found for axis in decision.mesh_axes]
+        tokens = {axis for axis in (*self.axes, *length) if manager.sizes[axis] > 1}
+        stored = jax.tree.leaves(manager.shardings(params, self.specs))
+        # A weight that the loss gathers scatters its gradient over LENGTH in each microbatch.
+        whole = self.once or not any(_part(each.spec, tokens).partitions for each in stored)
+        return frozenset(tokens if whole and not tokens.issubset(self.axes) else ())
+
+    def _by_types(
+        self, manager: PartitionManager, params: Any, batch: Any, channel: Any, key: Any
+    ) -> Any:
+        """Do what `_scan` does, on global arrays: the types of the weights defer the sums."""
+        shards = math.prod(manager.sizes[axis] for axis in self.axes)
+        step = dataclasses.replace(self, axes=(), examples=self.examples * shards)
+        params = manager.shard(params, self.specs, role="param")
+        batch = _by_examples(batch, self.axes, manager)
+        given, refusals = (params, batch, channel, key), []
+        # A loss whose arrays have no LENGTH sums nothing over the mesh axes of LENGTH.
+        for deferred in (self.deferred, self.deferred.intersection(self.axes)):
+            try:
+                return dataclasses.replace(step, deferred=deferred)._scan(*given)
+            except _jax.refusals() as error:
+                if not _jax.refuses_shardings(error):
+                    raise
+                refusals.append(error)
+        if path := step._refused(*given):
+            raise _refused_weight(path, self.deferred) from refusals[0]
+        raise refusals[0]
+
+    def _refused(self, *given: Any) -> str | None:
+        """Return the path of a weight that JAX refuses as a reduced one, or None."""
+        paths = [path for path, trained in zip(self.paths, self.trained, strict=True) if trained]
+        for path in ("", *paths):  # first no weight at all
+            step = dataclasses.replace(self, only=path)
+            try:
+                jax.eval_shape(step._scan, *given)
+            except _jax.refusals() as error:
+                return path if _jax.refuses_shardings(error) else None
+        return None
+
     def _on_shards(
         self, manager: PartitionManager, params: Any, batch: Any, channel: Any, key: Any
     ) -> Any:
@@ -249,13 +309,7 @@ class _AccumulationStep:
         ]
         rows, whole = spec_of(self.axes), PartitionSpec()
         # Over Explicit axes, `shard_map` refuses a batch that is sharded in another way.
-        open_rows = jax.tree.map(
-            lambda leaf: PartitionSpec(
-                *rows.partitions, *[PartitionSpec.UNCONSTRAINED] * (np.ndim(leaf) - 1)
-            ),
-            batch,
-        )
-        (batch,) = place_for_shard_map([batch], [open_rows], mesh=manager.mesh)
+        batch = _by_examples(batch, self.axes, manager)
 
         def on_shard(leaves: Any, batch: Any, channel: Any, key: Any) -> Any:
             # The gradient of a weight that varies over devices is not summed over them.
@@ -312,15 +366,43 @@ class _AccumulationStep:
             policy = dataclasses.replace(rules.policy, gather=(), largest_dim=None)
             used = dataclasses.replace(rules, params=rules.activations, policy=policy)
             inner = self.manager.having(rules=used)
+        if self.deferred:
+            leaves, structure = jax.tree.flatten(weights)
+            leaves = list(map(self._reduced, leaves, self.paths, self.trained))
+            weights = jax.tree.unflatten(structure, leaves)
         zero = _jax.vary_together(jnp.zeros(()), over=self.axes)
         start = Weighted(zero, zero), [_zeros(leaf) for leaf in self._pick(weights)]
-        # The batch is that of a device, so the microbatches are cut without sending an example.
-        parts = jax.tree.map(lambda leaf: leaf.reshape(self.n, -1, *leaf.shape[1:]), batch)
+        # The microbatches are cut from the batch of a device, without sending an example.
+        parts = jax.tree.map(self._cut, batch)
         with contextlib.nullcontext() if inner is None else inner:
             (loss, sums), others = jax.lax.scan(
                 functools.partial(self._add, weights), start, (parts, channel, self._keys(key))
             )
+        if self.deferred:
+            # One reduction for each weight: to the shards that FSDP stores, or to a whole sum.
+            stored = [jax.typeof(leaf).sharding.spec for leaf in self._pick(params)]
+            return (loss, list(map(jax.reshard, sums, stored))), others
         return (loss, self._scatter(params, sums)), others
+
+    def _reduced(self, weight: Any, path: str, trained: bool) -> Any:
+        """Return a weight whose gradient stays unreduced over the mesh axes of the tokens."""
+        if not trained or self.only not in (None, path):
+            return weight
+        spec = jax.typeof(weight).sharding.spec
+        reduced = frozenset(_missing(tuple(self.deferred), spec))
+        return jax.reshard(weight, PartitionSpec(*spec.partitions, reduced=reduced))
+
+    def _cut(self, leaf: Any) -> Any:
+        """Return the examples as `[n, microbatch, ...]`."""
+
+        def local(leaf: Any) -> Any:
+            return leaf.reshape(self.n, -1, *leaf.shape[1:])
+
+        if not self.deferred:
+            return local(leaf)
+        spec = jax.typeof(leaf).sharding.spec
+        out = PartitionSpec(None, *spec.partitions)
+        return jax.shard_map(local, in_specs=spec, out_specs=out)(leaf)
 
     def _scatter(self, params: Any, sums: list[Any]) -> list[Any]:
         """Return the sums as the weights are stored, if the weights were gathered."""
@@ -362,7 +444,7 @@ class _AccumulationStep:
         # Gradients are those of the total: the sum of the weights is known only after the last
         # microbatch. So they, and the fp8 scales, do not depend on the mesh or on n.
         differentiated = jax.value_and_grad(self._total, (0, 3), has_aux=True)
-        if not self.once:
+        if not self.once and not self.deferred:
             # Otherwise XLA gathers the weights before the loop, and holds all of them.
             part, *rest = microbatch
             weights, part = jax.lax.optimization_barrier((weights, part))
@@ -415,7 +497,28 @@ def _zeros(weight: Any) -> Any:
     """Return zeros that gradients are added to; bfloat16 would lose those of later microbatches."""
     # The accumulator has the varying mesh axes of the weight, since a scan's carry cannot change
     # its type.
-    return jnp.zeros_like(weight, dtype=jnp.promote_types(weight.dtype, jnp.float32))
+    zeros = jnp.zeros_like(weight, dtype=jnp.promote_types(weight.dtype, jnp.float32))
+    spec = jax.typeof(weight).sharding.spec
+    if not spec.reduced:
+        return zeros
+    return jax.reshard(zeros, PartitionSpec(*spec.partitions, unreduced=spec.reduced))
+
+
+def _by_examples(batch: Any, axes: tuple[str, ...], manager: PartitionManager) -> Any:
+    """Shard the examples of a batch over Explicit mesh axes. The other dims stay as they are."""
+    rest, rows = PartitionSpec.UNCONSTRAINED, spec_of(axes).partitions
+    specs = jax.tree.map(lambda leaf: PartitionSpec(*rows, *[rest] * (np.ndim(leaf) - 1)), batch)
+    return place_for_shard_map([batch], [specs], mesh=manager.mesh)[0]
+
+
+def _refused_weight(path: str, axes: Iterable[str]) -> LayerError:
+    return LayerError(
+        f"JAX refuses an operation of this weight, which is reduced over {'+'.join(sorted(axes))}: "
+        "its gradient is summed after the last microbatch only",
+        path=path,
+        fix='use it in matmuls, such as sw.einsum("bse,e->bse", x, scale, out=...) for x * scale; '
+        "or use Auto mesh axes, where each microbatch sums over the devices of a sequence",
+    )
 
 
 def _batch_size(batch: Any) -> int:

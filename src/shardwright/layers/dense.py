@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardwright.errors import RankMismatchError
+from shardwright.layers import reduced
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.manager.einsum import dot_general
 from shardwright.resolution.partition_specs import entry_names, entry_of
@@ -122,9 +123,11 @@ def add_bias(y: Any, bias: Any) -> Any:
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return y + bias
     wanted = _entries(sharding.spec, y.ndim)[y.ndim - bias.ndim :]
-    if wanted != _entries(jax.typeof(bias).sharding.spec, bias.ndim):
-        bias = jax.sharding.reshard(bias, NamedSharding(sharding.mesh, PartitionSpec(*wanted)))
-    return y + bias
+    own = jax.typeof(bias).sharding.spec
+    if wanted != _entries(own, bias.ndim):
+        spec = PartitionSpec(*wanted, reduced=own.reduced)
+        bias = jax.sharding.reshard(bias, NamedSharding(sharding.mesh, spec))
+    return reduced.add(y, bias)
 
 
 def _matmul(x: Any, kernel: Any, contract: int) -> Any:
@@ -139,7 +142,8 @@ def _matmul(x: Any, kernel: Any, contract: int) -> Any:
     own, weight = _entries(left.spec, rank), _entries(right.spec, kernel.ndim)
     gathered, out = entries_of_matmul(own, weight, contract)
     if gathered != weight:
-        kernel = jax.sharding.reshard(kernel, NamedSharding(mesh, PartitionSpec(*gathered)))
+        spec = PartitionSpec(*gathered, reduced=right.spec.reduced)
+        kernel = jax.sharding.reshard(kernel, NamedSharding(mesh, spec))
     sharding = NamedSharding(mesh, PartitionSpec(*out))
     return jax.lax.dot_general(x, kernel, (dims, ((), ())), out_sharding=sharding)
 
@@ -168,7 +172,7 @@ def entries_of_matmul(
 
 
 def _entries(spec: PartitionSpec, rank: int) -> list[Any]:
-    entries = [entry_of(entry_names(entry)) for entry in spec]
+    entries = [entry_of(entry_names(entry)) for entry in spec.partitions]
     return entries + [None] * (rank - len(entries))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardwright import _jax
 from shardwright.errors import LayerError, RankMismatchError
+from shardwright.layers import reduced
 from shardwright.layers.dtypes import FLOAT32, Dtypes
 from shardwright.layers.inputs import check_names
 from shardwright.layers.placement import split_over
@@ -109,8 +110,8 @@ def layer_norm(
     # Two passes: E[x^2] - mean^2 loses all digits if the mean is large beside the deviation.
     variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
     scale = jnp.asarray(scale).astype(jnp.float32) + (1 if zero_centered else 0)
-    y = (wide - mean) * jax.lax.rsqrt(variance + epsilon) * scale
-    y = y if bias is None else y + jnp.asarray(bias).astype(jnp.float32)
+    y = reduced.multiply((wide - mean) * jax.lax.rsqrt(variance + epsilon), scale)
+    y = y if bias is None else reduced.add(y, jnp.asarray(bias).astype(jnp.float32))
     return y.astype(x.dtype if dtype is None else dtype)
 
 
@@ -136,7 +137,8 @@ def rms_norm(
     mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     scale = jnp.asarray(scale).astype(jnp.float32)
     # In bfloat16, 1 + scale would round a small scale away.
-    y = wide * jax.lax.rsqrt(mean + epsilon) * (scale + 1 if zero_centered else scale)
+    scale = scale + 1 if zero_centered else scale
+    y = reduced.multiply(wide * jax.lax.rsqrt(mean + epsilon), scale)
     return y.astype(x.dtype if dtype is None else dtype)
 
 

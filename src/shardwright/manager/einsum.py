@@ -20,7 +20,7 @@ from shardwright.manager import constraint, context
 from shardwright.manager.constraint import Placement
 from shardwright.manager.core import Manager
 from shardwright.manager.place import check_varying, decide_array, place
-from shardwright.resolution.partition_specs import UNCONSTRAINED
+from shardwright.resolution.partition_specs import UNCONSTRAINED, entry_names, entry_of
 from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.annotations import read_annotation
 
@@ -157,9 +157,30 @@ def _place_result(matmul: _Contraction, placement: Placement, *operands: Any) ->
     assert placement.explicit is not None
     entries = [None if entry is UNCONSTRAINED else entry for entry in placement.explicit.partitions]
     spec = PartitionSpec(*entries, unreduced=placement.explicit.unreduced)
+    first = _before_scatter(matmul, operands, spec)
     mesh: Any = _jax.ambient_mesh() or placement.mesh
-    y = matmul(*operands, out_sharding=NamedSharding(mesh, spec))
+    y = matmul(*operands, out_sharding=NamedSharding(mesh, first))
+    y = y if first == spec else jax.reshard(y, NamedSharding(mesh, spec))
     return y if placement.auto is None else constraint.constrain(y, constraint.auto_part(placement))
+
+
+def _before_scatter(
+    matmul: _Contraction, operands: tuple[Any, ...], spec: PartitionSpec
+) -> PartitionSpec:
+    """Return the spec of a matmul with a reduced weight, before its sum is scattered.
+
+    JAX takes no cotangent that is sharded along the tokens over a mesh axis that the weight is
+    contracted over, such as tp where it shards LENGTH too. So the sum stays unreduced first.
+    """
+    weight = jax.typeof(operands[-1]).sharding.spec
+    if not weight.reduced or matmul.function is not jax.lax.dot_general:
+        return spec
+    (_, contracted), _ = matmul.after[0]
+    summed = {axis for dim in contracted for axis in entry_names(weight.partitions[dim])}
+    of_result = [entry_names(entry) for entry in spec.partitions]
+    scattered = frozenset(axis for entry in of_result for axis in entry if axis in summed)
+    kept = [entry_of(tuple(a for a in entry if a not in scattered)) for entry in of_result]
+    return PartitionSpec(*kept, unreduced=spec.unreduced | scattered) if scattered else spec
 
 
 _place_result_jitted = jax.jit(_place_result, static_argnums=(0, 1))

@@ -28,7 +28,7 @@ from shardwright.errors import (
     under,
 )
 from shardwright.manager import constraint, context
-from shardwright.manager.shards import nested_shard_map, place_for_shard_map
+from shardwright.manager.shards import nested_shard_map, place_for_shard_map, reduced_specs
 from shardwright.manager.which_shard import Input, Inputs
 from shardwright.resolution.decisions import DimDecision, Outcome, Resolution
 from shardwright.resolution.partition_specs import canonical_spec, entry_names, entry_of
@@ -104,7 +104,7 @@ class SemanticShardMap:
         )
         raise_problems(resolved.problems)
         mesh_axes, dims = resolved.mesh_axes, tuple(resolved.dims)
-        args, mesh = self._place_arguments(args, in_specs)
+        args, in_specs, mesh = self._place_arguments(args, in_specs)
         f = self._with_inputs(in_specs, dims) if mesh is not None else self.f
         outputs = self._outputs(f, args, in_specs, mesh)
         out_specs = jax.tree.map(
@@ -140,6 +140,12 @@ class SemanticShardMap:
 
         @functools.wraps(self.f)
         def with_inputs(*local: Any) -> Any:
+            leaves, structure = jax.tree.flatten(local)
+            vary = [
+                _jax.vary_together(leaf, over=tuple(spec.reduced)) if spec.reduced else leaf
+                for leaf, spec in zip(leaves, specs, strict=True)
+            ]
+            local = jax.tree.unflatten(structure, vary)
             # The specs are leaves of a tree of the arguments' structure, so the three orders agree.
             # INPUTS is part of JAX's cache keys, so a function that is jitted inside `f` is traced
             # again for other inputs.
@@ -150,16 +156,20 @@ class SemanticShardMap:
 
     def _place_arguments(
         self, args: tuple[Any, ...], in_specs: tuple[Any, ...]
-    ) -> tuple[tuple[Any, ...], Mesh | AbstractMesh | None]:
-        """Return the placed arguments, and the mesh for `shard_map`, or None for the ambient mesh.
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], Mesh | AbstractMesh | None]:
+        """Return the placed arguments, their specs, and the mesh for `shard_map`: None if ambient.
 
         If the ambient mesh has Manual axes, `shard_map` accepts no other mesh.
         """
         ambient = _jax.ambient_mesh()
         manual = self.manual_axes(ambient)
         mesh = constraint.mesh_here(self.mesh, ambient)
-        args = place_for_shard_map(args, in_specs, mesh=mesh)
-        return args, None if manual else mesh
+        # Only a `shard_map` that tracks varying mesh axes can leave a gradient unreduced.
+        keep = self.check_vma and not manual
+        args = place_for_shard_map(args, in_specs, mesh=mesh, keep_reduced=keep)
+        if keep:
+            in_specs = reduced_specs(args, in_specs)
+        return args, in_specs, None if manual else mesh
 
     def _outputs(
         self,

@@ -19,7 +19,11 @@ from shardwright.manager import constraint
 
 
 def place_for_shard_map(
-    arguments: Sequence[Any], in_specs: Sequence[Any], *, mesh: Mesh | AbstractMesh
+    arguments: Sequence[Any],
+    in_specs: Sequence[Any],
+    *,
+    mesh: Mesh | AbstractMesh,
+    keep_reduced: bool = False,
 ) -> tuple[Any, ...]:
     """Reshard arguments to their `in_specs` if the mesh has an Explicit axis.
 
@@ -29,6 +33,8 @@ def place_for_shard_map(
       arguments: Trees of global arrays.
       in_specs: One tree of specs per argument, of the argument's structure.
       mesh: Mesh of the specs. If a mesh is ambient, its axis types apply.
+      keep_reduced: Whether an argument stays reduced over the mesh axes that its type says, for
+        `reduced_specs`. Otherwise the `shard_map` sums its gradient.
 
     Raises:
       MeshMismatchError: A spec puts an Auto mesh axis before an Explicit one in one dimension.
@@ -39,13 +45,30 @@ def place_for_shard_map(
 
     def place(x: Any, spec: PartitionSpec) -> Any:
         placed = constraint.place(x, constraint.make_placement(spec, mesh, ambient))
-        # A `shard_map` sums the gradients of its arguments itself, and takes no reduced ones.
+        # JAX refuses an argument that is reduced where its spec is not.
         kept = jax.typeof(placed).sharding.spec
-        return jax.reshard(placed, PartitionSpec(*kept.partitions)) if kept.reduced else placed
+        if keep_reduced or not kept.reduced:
+            return placed
+        return jax.reshard(placed, PartitionSpec(*kept.partitions))
 
     return tuple(
         jax.tree.map(place, argument, specs)
         for argument, specs in zip(arguments, in_specs, strict=True)
+    )
+
+
+def reduced_specs(arguments: Any, in_specs: Any) -> Any:
+    """Return the specs of arguments, with the mesh axes that the arguments are reduced over.
+
+    Cast such an argument by `_jax.vary_together` inside the `shard_map`. Its cotangent is unreduced
+    then: no gradient is summed over these mesh axes.
+    """
+    return jax.tree.map(
+        lambda x, spec: PartitionSpec(
+            *spec.partitions, reduced=jax.typeof(x).sharding.spec.reduced
+        ),
+        arguments,
+        in_specs,
     )
 
 

@@ -1,0 +1,37 @@
+"""Products and sums of an activation and a weight that may be `reduced` in its type.
+
+The gradient of such a weight is `unreduced`: a loop adds it without a collective. JAX takes a
+reduced operand beside a sharded one in matmuls only, so here both operations are matmuls. The
+gradient is then the matmul that sums over the tokens of a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from shardwright.resolution.partition_specs import entry_names
+
+
+def multiply(x: Any, weight: Any) -> Any:
+    """Return `x * weight`. The weight has the last dims of `x`, in its dtype."""
+    spec = jax.typeof(weight).sharding.spec
+    if not spec.reduced:
+        return x * weight
+    tokens = jax.typeof(x).sharding.spec.partitions[: x.ndim - weight.ndim]
+    summed = {axis for entry in tokens for axis in entry_names(entry)}
+    # A matmul is unreduced over all mesh axes that it contracts, or over none. Those that the
+    # weight was not reduced over, such as tp over heads, are summed here.
+    weight = jax.reshard(weight, PartitionSpec(*spec.partitions, reduced=spec.reduced | summed))
+    dims = "abcd"[: weight.ndim]
+    return jnp.einsum(f"...{dims},{dims}->...{dims}", x, weight)
+
+
+def add(x: Any, weight: Any) -> Any:
+    """Return `x + weight`. The weight has the last dims of `x`, in its dtype."""
+    if not jax.typeof(weight).sharding.spec.reduced:
+        return x + weight
+    return x + multiply(jnp.ones_like(x), weight)
