@@ -157,7 +157,7 @@ def test_matmuls_of_bfloat16_stay_bfloat16(tied: bool) -> None:
     np.testing.assert_allclose(value, exact, rtol=1e-6)
     for grad, want in zip(grads, wanted, strict=True):
         error = np.linalg.norm(np.asarray(grad, np.float32) - want) / np.linalg.norm(want)
-        assert error < 5e-3
+        assert error < 1e-2  # as of any matmul of bfloat16 that returns bfloat16
     # A frozen head has no tangent, and forward derivatives are those of the matmul.
     _, tangent = jax.jvp(lambda x: mean(head, x, half), (x,), (x,))
     np.testing.assert_allclose(tangent, np.vdot(wanted[1], wide[1]), rtol=2e-2)
