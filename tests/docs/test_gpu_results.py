@@ -9,7 +9,7 @@ from shardwright.testing.golden import Golden
 from tests.docs.snippets import ROOT
 
 PAGE = ROOT / "docs" / "development" / "gpus.md"
-RESULTS = ROOT / "benchmarks" / "results" / "gpu-h200.json"
+RESULTS = ROOT / "benchmarks" / "results" / "gpu" / "h200.json"
 TABLE = re.compile(r"(<!-- results: gpu -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -27,7 +27,7 @@ def test_the_page_shows_the_results(golden: Golden) -> None:
 
 
 def test_earlier_run_of_cudnn() -> None:
-    sections, _ = read_sections(RESULTS.with_name("gpu-h200-first.json"))
+    sections, _ = read_sections(RESULTS.with_name("h200-first.json"))
     (row,) = sections["conformance_cudnn"]
     assert (row["equal"], row["refused"], row["value"]) == (20, 72, 0)
     assert read_sections(RESULTS)[0]["conformance_cudnn"] == []

@@ -50,7 +50,13 @@ def test_modes_of_ordered_rules_may_repeat() -> None:
 
 def test_every_code_has_a_case() -> None:
     # In tests/cli and in test_names.py.
-    elsewhere = {Code.INVALID, Code.OTHER_NAME, Code.UNUSED_SAVED, Code.STATE_NOT_DONATED}
+    elsewhere = {
+        Code.INVALID,
+        Code.OTHER_NAME,
+        Code.SPATIAL_AND_CHANNEL,
+        Code.STATE_NOT_DONATED,
+        Code.UNUSED_SAVED,
+    }
     assert {case.code for case in CASES.values()} | elsewhere == {*Code}
 
 

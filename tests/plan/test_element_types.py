@@ -97,7 +97,7 @@ def test_gathered_quantized_weights(name: str) -> None:
     assert_collectives(layers, x, stacked, all_gather=3, bytes=3 * whole, only=True)
     with pytest.raises(
         AssertionError,
-        match=rf"bytes: 1 expected, {whole} found(?s:.*){NARROW[name][0]} \(as {NARROW[name][1]}\)",
+        match=rf"1 expected, {whole} .* found(?s:.*){NARROW[name][0]} \(as {NARROW[name][1]}\)",
     ):
         assert_collectives(layer, x, lying((32, 32), jnp.dtype(name), "tp"), bytes=1)
 

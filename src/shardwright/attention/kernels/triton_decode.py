@@ -151,7 +151,9 @@ def forward(
         ),
         # Queries of padding read a repeated position; their results are cut off.
         "q_positions": (
-            jnp.pad(jnp.repeat(q_positions, group, axis=1), _right(queries, q_length * group)),
+            jnp.pad(
+                jnp.repeat(q_positions, group, axis=1), ((0, 0), (0, queries - q_length * group))
+            ),
             whole((None, queries)),
         ),
         "kv_positions": (kv_positions, whole((None, kv_positions.shape[1]))),
@@ -214,10 +216,6 @@ def _wide(array: jax.Array) -> int:
     """Return the size of the last dim in a program: Triton has powers of 2 only."""
     size: int = max(_LEAST_ROWS, 1 << (array.shape[-1] - 1).bit_length())
     return size
-
-
-def _right(size: int, given: int) -> list[tuple[int, int]]:
-    return [(0, 0), (0, size - given)]
 
 
 def _visible_blocks(
