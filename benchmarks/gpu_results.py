@@ -40,10 +40,10 @@ def table(sections: dict[str, list[Row]]) -> str:
 
 def _line(row: Row) -> str:
     target = row.get("target")
-    bound = (
-        "" if target is None else f"{target[0].replace('>=', '≥').replace('<=', '≤')} {target[1]:g}"
-    )
-    verdict = "" if target is None else "ok" if row["met"] else "MISSED"
+    bound, verdict = "", ""
+    if target is not None:
+        bound = f"{target[0].replace('>=', '≥').replace('<=', '≤')} {target[1]:g}"
+        verdict = "ok" if row["met"] else "MISSED"
     details = ", ".join(
         f"{before}{_detail(row[key], key, decimals)}{after}"
         for key, before, after, decimals in _DETAILS

@@ -396,7 +396,6 @@ def training(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
     """Time a training step beside the same step written by hand, and its memory beside the plan."""
     import jax
 
-    from shardwright.show.profile import profile_text
     from tests.examples import hand_written
 
     device = jax.local_devices()[0]
@@ -422,7 +421,7 @@ def training(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
         attend=direct,
     ).train_step(trainer.optimizer)
     steps = {"ours": trainer.step, "by hand": by_hand}
-    states, peaks_of, compiled = {}, {}, {}
+    states, compiled = {}, {}
     # Shapes only: the peak of ours must not count another state.
     given = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trainer.init(0)
@@ -437,29 +436,13 @@ def training(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
         yield row(f"compile, {name}", time.perf_counter() - traced, "s")
     for name, step in steps.items():
         # The scratch memory of kernels that were tried counts in the peak of the allocator.
-        sizes_of = compiled[name].memory_analysis()
         tuned = (device.memory_stats() or {}).get("peak_bytes_in_use")
         states[name] = trainer.init(0)
         for _ in range(2):
             states[name], loss = step(states[name], batch)
         jax.block_until_ready(loss)
-        peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
-        peaks_of[name] = peak
         if name == "ours":
-            low, high = report.memory.low, report.memory.high
-            counted = None
-            if sizes_of is not None:
-                counted = sizes_of.argument_size_in_bytes + sizes_of.temp_size_in_bytes
-            yield row(
-                "peak of a training step",
-                peak or 0,
-                "B",
-                peak_after_compiling=tuned,
-                compiled=counted,
-                low=low,
-                high=high,
-                inside=peak is not None and low <= peak <= high,
-            )
+            yield _peak(device, report, compiled[name].memory_analysis(), tuned)
 
     def run(name: str) -> Callable[[], Any]:
         def once() -> Any:
@@ -483,14 +466,38 @@ def training(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
         share_of_matmul=flops / seconds / state["flops"],
         planned=None if planned is None else [planned.low, planned.high],
     )
-    folder = state["out"] / "profile"
-    with jax.profiler.trace(folder):
+    yield _profiled(trainer, states["ours"], batch, report, state["out"])
+
+
+def _peak(device: Any, report: Any, sizes: Any, tuned: int | None) -> Row:
+    """Return the peak of the allocator beside the planned range."""
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    low, high = report.memory.low, report.memory.high
+    return row(
+        "peak of a training step",
+        peak or 0,
+        "B",
+        peak_after_compiling=tuned,
+        compiled=sizes and sizes.argument_size_in_bytes + sizes.temp_size_in_bytes,
+        low=low,
+        high=high,
+        inside=peak is not None and low <= peak <= high,
+    )
+
+
+def _profiled(trainer: Any, trained: Any, batch: Any, report: Any, out: Path) -> Row:
+    """Profile two steps, and read the profile beside the plan."""
+    import jax
+
+    from shardwright.show.profile import profile_text
+
+    with jax.profiler.trace(out / "profile"):
         for _ in range(2):
-            states["ours"], loss = trainer.step(states["ours"], batch)
+            trained, loss = trainer.step(trained, batch)
         jax.block_until_ready(loss)
-    profile = trainer.pm.profile(folder, report)
-    (state["out"] / "profile.txt").write_text(profile_text(profile), encoding="utf-8")
-    yield row(
+    profile = trainer.pm.profile(out / "profile", report)
+    (out / "profile.txt").write_text(profile_text(profile), encoding="utf-8")
+    return row(
         "profile of a training step",
         profile.seconds,
         "s",

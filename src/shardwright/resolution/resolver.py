@@ -189,10 +189,7 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
     # A part of a parameter, such as a moment, lives where the rule for the parameter's path says.
     owner = annotation.path if isinstance(annotation, PartOf) and annotation.path else path
     memory = rules.memory_rule(role=role, mode=mode, path=owner)
-    notes = (
-        *derived.notes,
-        *stage_notes(rules.pipeline, derived.decisions, sizes.get(STAGES, 1)),
-    )
+    in_stages = stage_notes(rules.pipeline, derived.decisions, sizes.get(STAGES, 1))
     return Resolution(
         annotation=describe(annotation),
         decisions=marked_manual(derived.decisions, request.manual),
@@ -202,7 +199,7 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
         role=role,
         path=path or "",
         problems=derived.problems,
-        notes=notes,
+        notes=(*derived.notes, *in_stages),
         # Scalars, such as the step of an optimizer, stay on the device: a transfer costs more than
         # their bytes.
         memory=memory.ref if memory is not None and derived.decisions else None,

@@ -134,26 +134,18 @@ def forward(
     blocks = pages.shape[1] * per_page
     splits = min(blocks, max(1, _PROGRAMS // (batch * kv_heads)))
 
-    def by_kv_head(rows: jax.Array) -> jax.Array:  # [batch, q_length, heads, ...]
-        grouped = rows.reshape(batch, q_length, kv_heads, group, *rows.shape[3:])
-        moved = jnp.moveaxis(grouped, 2, 1).reshape(batch, kv_heads, -1, *rows.shape[3:])
-        padding = [(0, 0)] * moved.ndim
-        padding[2] = (0, queries - q_length * group)
-        return jnp.pad(moved, padding)
-
+    padding = (0, queries - q_length * group)
     q_positions = jnp.broadcast_to(operands.q_positions, (batch, q_length))
     seen_blocks = _visible_blocks(q_positions, kv_positions, recipe, blocks, page_size, block)
     whole = functools.partial(pl.BlockSpec, index_map=lambda b, h, s: (b, 0))
     arrays = {
         "q": (
-            by_kv_head(q),
+            jnp.pad(_by_kv_head(q, kv_heads), ((0, 0), (0, 0), padding, (0, 0))),
             pl.BlockSpec((None, None, queries, _wide(q)), lambda b, h, s: (b, h, 0, 0)),
         ),
         # Queries of padding read a repeated position; their results are cut off.
         "q_positions": (
-            jnp.pad(
-                jnp.repeat(q_positions, group, axis=1), ((0, 0), (0, queries - q_length * group))
-            ),
+            jnp.pad(jnp.repeat(q_positions, group, axis=1), ((0, 0), padding)),
             whole((None, queries)),
         ),
         "kv_positions": (kv_positions, whole((None, kv_positions.shape[1]))),
@@ -162,12 +154,7 @@ def forward(
     }
     for name in ("k", "v", "k_scale", "v_scale"):
         if (paged := getattr(operands, name)) is not None:
-            # Every program may read any page.
-            head = pl.BlockSpec(
-                (*paged.shape[:2], None, *(_wide(paged) for _ in paged.shape[3:])),
-                lambda b, h, s, dims=paged.ndim: (0, 0, h, 0)[:dims],
-            )
-            arrays[name] = (paged, head)
+            arrays[name] = (paged, _head_of_pages(paged))
     part = (batch, kv_heads, splits, queries)
     specs = {
         "o": pl.BlockSpec((None, None, None, queries, _wide(v)), lambda b, h, s: (b, h, s, 0, 0)),
@@ -183,16 +170,13 @@ def forward(
         splits=splits,
         dims=(q.shape[-1], v_dim),
     )
-    shapes = [
-        jax.ShapeDtypeStruct((*part, v_dim), jnp.float32),
-        *[jax.ShapeDtypeStruct(part, jnp.float32)] * 2,
-    ]
+    row = jax.ShapeDtypeStruct(part, jnp.float32)
     o, m, l = pl.pallas_call(  # noqa: E741  the name that the literature has
         kernel,
         grid=(batch, kv_heads, splits),
         in_specs=[spec for _, spec in arrays.values()],
         out_specs=list(specs.values()),
-        out_shape=shapes,
+        out_shape=[jax.ShapeDtypeStruct((*part, v_dim), jnp.float32), row, row],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="triton_decode",
@@ -200,16 +184,38 @@ def forward(
     top = jnp.max(m, axis=2)
     weights = jnp.exp(m - top[:, :, None])
 
-    def by_head(rows: jax.Array) -> jax.Array:  # [batch, kv_heads, queries, ...]
-        rows = rows[:, :, : q_length * group]
-        grouped = rows.reshape(batch, kv_heads, q_length, group, *rows.shape[3:])
-        return jnp.moveaxis(grouped, 2, 3).reshape(batch, heads, q_length, *rows.shape[3:])
+    def by_head(rows: jax.Array) -> jax.Array:
+        return _by_head(rows[:, :, : q_length * group], q_length)
 
     return Running(
         o=by_head(jnp.sum(o * weights[..., None], axis=2)),
         m=by_head(top),
         l=by_head(jnp.sum(l * weights, axis=2)),
     )
+
+
+def _head_of_pages(paged: jax.Array) -> Any:
+    """Return what a program may read: one kv head of all pages."""
+    from jax.experimental import pallas as pl
+
+    return pl.BlockSpec(
+        (*paged.shape[:2], None, *(_wide(paged) for _ in paged.shape[3:])),
+        lambda b, h, s, dims=paged.ndim: (0, 0, h, 0)[:dims],
+    )
+
+
+def _by_kv_head(q: jax.Array, kv_heads: int) -> jax.Array:
+    """Return `[batch, q_length, heads, dim]` as `[batch, kv_heads, q_length * group, dim]`."""
+    batch, q_length, _, dim = q.shape
+    grouped = q.reshape(batch, q_length, kv_heads, -1, dim)
+    return jnp.moveaxis(grouped, 2, 1).reshape(batch, kv_heads, -1, dim)
+
+
+def _by_head(rows: jax.Array, q_length: int) -> jax.Array:
+    """Return `[batch, kv_heads, q_length * group, ...]` as `[batch, heads, q_length, ...]`."""
+    grouped = rows.reshape(*rows.shape[:2], q_length, -1, *rows.shape[3:])
+    moved = jnp.moveaxis(grouped, 2, 3)
+    return moved.reshape(rows.shape[0], -1, q_length, *rows.shape[3:])
 
 
 def _wide(array: jax.Array) -> int:

@@ -109,21 +109,14 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
     copies = padded_copies(step.equation, births, ledger.timeline)
     copies += turned_copies(step.name, births)
     parts = _parts(step, values)
-    part, held = parts // _PARTS, 0
-    if parts and births[0] is not None:
-        # A collective matmul has parts in memory in place of the sum. At the least, these were four
-        # around a ring of eight devices, and three around one of four.
-        held = (_HELD if births[0].size > _HELD * part else _HELD - 1) * part
-        births[0].size = max(births[0].size - parts, min(births[0].size, held))
-        births[0].dtype, births[0].shape = "", ()  # a few parts have no single shape
+    held = _hold_parts(births[0], parts) if parts and births[0] is not None else 0
     if step.name == "dot_general" and step.location.recomputed:
         # The backward pass may then run in another order, see `_REMAT` of `liveness`.
         ledger.timeline.recomputes = True
-    carries: Sequence[Buffer | None] = ()
     if step.name == "scan":
         _shard_sums(step, births)
-        if ledger.in_stage:
-            carries = births[: bodies(step.equation)[0].carried]
+    in_stage = step.name == "scan" and ledger.in_stage
+    carries = births[: bodies(step.equation)[0].carried] if in_stage else []
     _unadded(step, values, births)
     _mark_hosted(step, values, births, operands)
     ledger.timeline.add(
@@ -142,8 +135,21 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         and any(each.host and _is_argument(each) for each in operands),
         carries=[birth for birth in carries if birth is not None],
     )
-    pairs_of = zip(values, births, strict=True)
-    return [dataclasses.replace(value, buffer=birth) for value, birth in pairs_of]
+    born = zip(values, births, strict=True)
+    return [dataclasses.replace(value, buffer=buffer) for value, buffer in born]
+
+
+def _hold_parts(total: Buffer, parts: int) -> int:
+    """Give the buffer of a sum the size of its parts, and return the bytes that are held at least.
+
+    A collective matmul has parts in memory in place of the sum. At the least, these were four
+    around a ring of eight devices, and three around one of four.
+    """
+    part = parts // _PARTS
+    held = (_HELD if total.size > _HELD * part else _HELD - 1) * part
+    total.size = max(total.size - parts, min(total.size, held))
+    total.dtype, total.shape = "", ()  # a few parts have no single shape
+    return held
 
 
 def _is_argument(buffer: Buffer) -> bool:
