@@ -10,7 +10,9 @@ import pytest
 import shardwright as sw
 from shardwright.attention import explain
 from shardwright.attention.choose import Choice, choose
+from shardwright.manager import context
 from shardwright.testing import cpu_mesh
+from tests.raising import raises
 
 RULES = '[rules]\nbatch = "dp"\nhead = "tp"\nkv_head = "tp"\n'
 
@@ -46,6 +48,25 @@ def test_few_logits_take_sdpa() -> None:
 )
 def test_limit_counts_per_device(mesh: str, name: str) -> None:
     assert chosen(1024, batch=4, mesh=mesh).name == name  # 256 MiB in all
+
+
+@pytest.mark.parametrize(("name", "mode"), [("triton_decode", "decode"), ("cudnn", "train")])
+def test_a_plan_counts_another_kernel_than_the_named_one(name: str, mode: str) -> None:
+    arrays = [jax.ShapeDtypeStruct((2, 16, 4, 64), "bfloat16")] * 3
+    call = explain(*arrays, mode=mode, causal=True, platform="gpu").call
+    with context.TARGET("gpu"):
+        choice = choose(call, implementation=name)
+    assert (choice.name, choice.why) == ("sdpa", f"a plan counts it in place of {name}")
+    # What the kernel cannot compute is refused in a plan too.
+    with context.TARGET("gpu"):
+        refused = choose(dataclasses.replace(call, dtype="float32"), implementation=name)
+    assert not refused.name
+
+
+def test_unknown_platform() -> None:
+    arrays = [jax.ShapeDtypeStruct((2, 16, 4, 64), "bfloat16")] * 3
+    with raises(sw.AttentionError, "cuda", path="platform", fix="gpu"):
+        explain(*arrays, mode="train", platform="cuda")
 
 
 def test_decode_takes_the_kernel_that_reads_a_cache_once() -> None:

@@ -94,15 +94,15 @@ def test_only_the_dcn_axis_crosses_slices(
 @pytest.mark.parametrize(
     ("mesh", "slices", "fix"),
     [
-        ("fsdp:4,tp:32", 16, "dcn={'fsdp': 4, 'tp': 4}, or dcn.fsdp:4,dcn.tp:4"),
-        ("tp:128", 16, "dcn={'tp': 16}, or dcn.tp:16"),
+        ("fsdp:4,tp:32", 16, "dcn={'fsdp': 4, 'tp': 4}, or the mesh fsdp:4,tp:32,dcn.fsdp:4"),
+        ("tp:128", 16, "dcn={'tp': 16}, or the mesh tp:128,dcn.tp:16"),
     ],
 )
 def test_the_axes_of_the_fix_cross_all_slices(mesh: str, slices: int, fix: str) -> None:
-    with raises(MeshSpecError, "not a multiple", 16, fix=fix):
+    with raises(MeshSpecError, "not a multiple", 16, fix=fix) as caught:
         default_dcn(parse_mesh(mesh), slices)
-    crossing = fix.rpartition(" ")[2]
-    assert math.prod(parse_mesh(f"{mesh},{crossing}").dcn) == slices
+    whole = str(caught.value).rpartition(" ")[2]
+    assert math.prod(parse_mesh(whole).dcn) == slices
 
 
 def test_no_axes_that_cannot_cross_are_named() -> None:

@@ -9,6 +9,7 @@ from shardwright import _jax
 from shardwright.attention.call import AttentionCall
 from shardwright.attention.implementation import Implementation, find, implementations
 from shardwright.attention.kernels import flash_decode
+from shardwright.attention.parts.shards import IN_A_PLAN
 from shardwright.errors import AttentionError
 from shardwright.resolution.decisions import RuleRef
 from shardwright.resolution.rules import OWN_ATTENTION
@@ -140,6 +141,10 @@ def _choose(
         return _choose_best(call, known)
     named = find(name.removeprefix(OWN_ATTENTION), line="" if line is None else str(line))
     reasons = named.refusals(call)
+    if reasons == (IN_A_PLAN,):
+        instead = _choose_best(call, known)
+        why = f"a plan counts it in place of {named.name}"
+        return dataclasses.replace(instead, why=why, line=line)
     if line is not None:
         why = f"the strategy says {line}{f', and {named.name} refuses' if reasons else ''}"
     else:

@@ -131,6 +131,9 @@ def _read_call(
     checks.check_arrays(options, mask, sizes)
     quantized = str(k.dtype) in checks.QUANTIZED
     platform = options.platform or platform_of(None if manager is None else manager.mesh)
+    if platform not in ("cpu", "gpu", "tpu"):
+        fix = 'pass "cpu", "gpu" or "tpu"'
+        raise AttentionError(f"unknown platform {platform!r}", path="platform", fix=fix)
     cached = platform == "tpu" and (mode == MODE_DECODE or quantized)
     recipe = _read_recipe(options, mask, sizes, platform, cached)
     if recipe.dropout:

@@ -94,7 +94,8 @@ def linear_scan(a: Any, x: Any, *axes: Any, reverse: bool = False) -> Any:
     length is sharded, each device scans its part, and one all-gather of the last state of each part
     corrects it. The backward pass sends as much. Without a manager, the arrays are whole.
 
-    States of bfloat16 and float16 are computed in float32. Only reverse-mode derivatives exist.
+    States of bfloat16 and float16 are computed in float32. Only reverse-mode derivatives exist. The
+    scan is associative, so products of `a` over the length must not overflow: states would be NaN.
 
     Args:
       a: Coefficients, [..., length, ...].

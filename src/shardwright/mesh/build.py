@@ -372,7 +372,7 @@ def default_dcn(spec: MeshSpec, count: int) -> tuple[int, ...]:
     if rest == 1:
         crossing = {axis: part for axis, part in parts.items() if part > 1}
         texts = ",".join(f"dcn.{axis}:{part}" for axis, part in crossing.items())
-        fix = f"{fix}, or write which axes cross: dcn={crossing}, or {texts} in the text of a mesh"
+        fix = f"{fix}, or write which axes cross: dcn={crossing}, or the mesh {spec},{texts}"
     raise MeshSpecError(
         f"{what}not a multiple of {count}",
         rule=f"{rule}the network between slices is slow",

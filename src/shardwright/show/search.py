@@ -38,7 +38,8 @@ def search_text(found: SearchReport, *, rows: int | None = None, width: int = WI
 def count_lines(found: SearchReport) -> list[str]:
     """Return how many candidates were judged, planned and dropped, and why."""
     front, lines = found.front, []
-    result = f"{len(found.candidates)} may fit, {len(front)} are not beaten in both time and memory"
+    unbeaten = f"{len(front)} {'is' if len(front) == 1 else 'are'} not beaten"
+    result = f"{len(found.candidates)} may fit, {unbeaten} in both time and memory"
     if found.exhaustive:
         lines.append(f"judged all {found.judged} candidates on {found.topology}: {result}")
     else:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from shardwright.attention.call import AttentionCall, Operands, Result
 from shardwright.attention.kernels.sdpa import missing_arguments, or_zero
 from shardwright.attention.parts.shards import (
+    IN_A_PLAN,
     inside_shard_map,
     lengths_are_whole,
     no_weights,
@@ -48,8 +49,8 @@ def not_in_cudnn(call: AttentionCall, before: tuple[str, ...] = ()) -> tuple[str
     if reasons:
         return reasons
     if context.TARGET.value is not None:
-        # A plan cannot see into the kernel, and would differ between machines.
-        return ("a plan counts JAX's own attention in its place",)
+        # And plans would differ between machines.
+        return (IN_A_PLAN,)
     # This starts a backend and compiles.
     failure = failure_on(jax.local_devices()[0].device_kind)
     return (failure,) if failure else ()

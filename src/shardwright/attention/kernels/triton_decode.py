@@ -21,6 +21,7 @@ from shardwright.attention.masks import pair_attends
 from shardwright.attention.parts.derivatives import differentiable
 from shardwright.attention.parts.online_softmax import Running
 from shardwright.attention.parts.shards import (
+    IN_A_PLAN,
     inside_shard_map,
     lengths_are_whole,
     no_weights,
@@ -46,8 +47,7 @@ def not_in_triton(call: AttentionCall) -> tuple[str, ...]:
     """Return why the kernel cannot serve a call, if every device holds whole sequences."""
     queries = call.q_length * (call.heads // call.kv_heads)
     reasons = {
-        # A plan cannot see into the kernel.
-        "a plan counts attention in blocks in its place": context.TARGET.value is not None,
+        IN_A_PLAN: context.TARGET.value is not None,
         "its kernel is for GPUs, and the platform is tpu": call.platform == "tpu",
         f"it computes in bfloat16 and float16, and the call in {call.dtype}": (
             call.dtype == "float32"

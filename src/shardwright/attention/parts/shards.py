@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from shardwright.manager.shards import place_for_shard_map
 from shardwright.resolution.partition_specs import entry_names, spec_of
 
 Kernel = Callable[[Operands], Result]
-_OPAQUE = "a kernel that JAX cannot look into, such as splash or cudnn,"
+_OPAQUE = "a kernel that JAX cannot look into, such as splash, cudnn or triton_decode,"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -319,6 +319,9 @@ def head_specs(call: AttentionCall) -> tuple[Any, Any]:
 
 
 # Reasons to refuse a call.
+
+# Where a kernel is named and has no other reason, `choose` takes the one that a plan counts.
+IN_A_PLAN: Final = "a plan cannot see into it, and counts another implementation"
 
 
 def lengths_are_whole(call: AttentionCall) -> tuple[str, ...]:
