@@ -321,6 +321,20 @@ def test_bfloat16(platform: str, layout: str, monkeypatch: pytest.MonkeyPatch) -
     assert np.linalg.norm(np.asarray(result, np.float32) - wanted) / np.linalg.norm(wanted) < 5e-3
 
 
+def test_a_strategy_prevents_the_kernel_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "platform_of", lambda mesh: "gpu")
+    arrays = {
+        name: jnp.asarray(x, jnp.bfloat16) if x.dtype == jnp.float32 else x
+        for name, x in Batch().arrays().items()
+    }
+    rules = RULES.format(head="tp", page="-")
+    for line, expected in (("", True), ('decode = "blockwise"', False), ('decode = "auto"', True)):
+        strategy = sw.Strategy.loads(f"{rules}[attention]\n{line}\n")
+        with sw.PartitionManager(strategy, mesh=cpu_mesh("dp:1,tp:1")).for_mode("decode"):
+            traced = jax.make_jaxpr(lambda arrays: paged_attention(**arrays))(arrays)
+        assert ("pallas_call" in str(traced)) == expected
+
+
 def test_no_gradient() -> None:
     arrays = Batch().arrays()
     with raises(AttentionError, "paged", "cache", fix="dot_product_attention"):

@@ -30,6 +30,7 @@ from shardwright.errors import AttentionError
 from shardwright.manager import context
 from shardwright.manager.shards import call_on_shards
 from shardwright.resolution.partition_specs import spec_of
+from shardwright.resolution.rules import Attention
 from shardwright.vocabulary.modes import MODE_DECODE
 
 # Rows of keys per sequence that the loop reads at a time, if a page is not larger.
@@ -65,7 +66,8 @@ def paged_attention(
     Under an ambient manager, q is sharded by (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), and the pages
     by (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM), as the rules of the mode resolve them. Tables and
     lengths are sharded like the batch, or replicated if the pages are sharded over its mesh axes.
-    Page numbers are global however the pages are sharded.
+    Page numbers are global however the pages are sharded. On GPUs, a Pallas kernel reads the pages
+    in decode, unless the line of the mode under `[attention]` names another implementation.
 
     The values of NumPy arrays are checked: lengths, and the numbers of used pages. The values of
     JAX arrays are not checked: a page number that is out of range gives no keys, and a length
@@ -320,10 +322,14 @@ def _attend(
 
 
 def _by_triton(call: AttentionCall) -> bool:
-    """Whether the kernel for GPUs reads the pages."""
+    """Whether the kernel for GPUs reads the pages. A strategy may name another one."""
     if call.platform != "gpu" or call.specs.grouping is not KVHeads.SAME:
         return False
-    return not triton_decode.not_in_triton(call)
+    # The rules of the ambient manager are part of the key of each trace.
+    manager = context.current()
+    line = None if manager is None or call.mode is None else manager.rules.attention_in(call.mode)
+    named = line is None or line.text in (Attention.AUTO, Attention.TRITON_DECODE)
+    return named and not triton_decode.not_in_triton(call)
 
 
 def _shared_axes(specs: JointSpecs) -> tuple[str, ...]:
