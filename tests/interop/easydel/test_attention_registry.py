@@ -93,5 +93,5 @@ def test_a_name_belongs_to_one_class() -> None:
 def test_an_unknown_backend_is_refused() -> None:
     held = AttentionMetadata(jnp.float32, mesh=cpu_mesh("dp:2"), backend="abacus")
     AttentionRegistry.register(Named)
-    with raises(sw.AttentionError, "backend", "abacus"):
+    with raises(sw.AttentionError, "abacus", path="platform", fix="gpu"):
         AttentionRegistry.create("named", held)(Q, K, K, mode="train")

@@ -82,13 +82,7 @@ class AttentionImpl(abc.ABC):
 
     @classmethod
     def run(cls, operands: Operands, call: AttentionCall) -> Result:
-        """Run on the call's platform.
-
-        Raises:
-          AttentionError: The platform is not cpu, gpu or tpu.
-        """
-        if call.platform not in ("cpu", "gpu", "tpu"):
-            raise AttentionError(f"unknown backend {call.platform!r}", fix="use cpu, gpu or tpu")
+        """Run on the call's platform, which is cpu, gpu or tpu."""
         forwards = {"cpu": cls.forward_cpu, "gpu": cls.forward_gpu, "tpu": cls.forward_tpu}
         return forwards[call.platform](operands, call)
 
