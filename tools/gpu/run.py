@@ -721,7 +721,7 @@ class Found:
         self.sections[name] = rows
         self.seconds[name] = round(time.monotonic() - begun, 1)
         if error:
-            self.failed[name] = error[-3000:]
+            self.failed[name] = error[-3000:].replace(f"{ROOT}/", "")
         with self.lock:
             names = ("context", "sections", "seconds", "failed")
             data = {each: getattr(self, each) for each in names}

@@ -342,6 +342,11 @@ class AttentionCall:
     platform: str = "cpu"
     loop: bool = True
 
+    @property
+    def on_cpus(self) -> bool:
+        """Whether the mesh has CPUs, which interpret kernels. Tests run calls for TPUs and GPUs."""
+        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+
     def shards(self, mesh_axes: tuple[str, ...]) -> int:
         """Return the number of shards over some mesh axes."""
         if self.mesh is None:

@@ -335,7 +335,7 @@ def json_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
         token = match[0]
         if token in ("{", "["):
             owners.append(key)
-            # -1 stands for an object, whose commas count no entries.
+            # -1 marks an object: its commas separate keys, not entries of a list.
             counts.append(0 if token == "[" else -1)
             key = "0" if token == "[" else ""
         elif token in ("}", "]"):

@@ -328,8 +328,7 @@ def delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None = None) -> jax.Arr
         # XLA may drop the rounding of `do` here (its "excess precision"), but never that of the
         # operand of the matmul with the values. The difference of both in `dp - delta` is larger
         # than small gradients: an error of 1.5 % instead of 0.25 % on an H200, with large logits.
-        bits = jnp.finfo(do.dtype)
-        wide = jax.lax.reduce_precision(wide, exponent_bits=bits.nexp, mantissa_bits=bits.nmant)
+        wide = online_softmax.rounded(wide, do.dtype)
     rows: jax.Array = jnp.einsum("bthd,bthd->bht", o.astype(jnp.float32), wide)
     return rows if dlse is None else rows - dlse
 

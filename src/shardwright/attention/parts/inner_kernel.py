@@ -10,8 +10,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jax.sharding import Mesh
-
 from shardwright.attention.call import Arithmetic, AttentionCall, Operands, Result
 from shardwright.attention.kernels import blockwise, cudnn
 from shardwright.attention.kernels.splash import not_in_splash
@@ -75,9 +73,7 @@ def blocks_of(
         return blockwise
     from shardwright.attention.kernels import splash_blocks
 
-    # A call for TPUs runs on CPUs in tests, which interpret the kernels.
-    on_cpus = isinstance(call.mesh, Mesh) and call.mesh.devices.flat[0].platform == "cpu"
-    return splash_blocks.SplashBlocks(interpret=on_cpus, first_rows=first_rows)
+    return splash_blocks.SplashBlocks(interpret=call.on_cpus, first_rows=first_rows)
 
 
 def explained(inner: Inner, call: AttentionCall) -> str:

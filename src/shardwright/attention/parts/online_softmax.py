@@ -294,6 +294,12 @@ def _by_kv_head(p: jax.Array, k: jax.Array) -> jax.Array:
     return p.astype(k.dtype).reshape(batch, k.shape[2], heads // k.shape[2], q_length, kv_length)
 
 
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return float32 numbers rounded to a dtype. XLA may drop a cast to the dtype and back."""
+    kind = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
+
+
 def full_precision(dtype: str) -> Any:
     """Return a context with the precision of a dtype, for code that sets no precision itself."""
     if dtype == "float32":

@@ -31,6 +31,7 @@ from shardwright.attention.call import (
     Result,
 )
 from shardwright.attention.parts.derivatives import not_differentiable
+from shardwright.attention.parts.online_softmax import rounded
 from shardwright.attention.parts.sequence import split_floats
 from shardwright.manager.shards import place_for_shard_map
 from shardwright.resolution.partition_specs import entry_names, spec_of
@@ -297,10 +298,7 @@ def _sum(job: _ShardedKernel, name: str, grad: jax.Array, dtype: Any) -> jax.Arr
     """Return a gradient in its operand's dtype, summed over the shards that share the operand."""
     if over := job.shared_over(name):
         # Round explicitly. XLA for TPUs turns a float32 sum with a cast into a sum in bfloat16.
-        kind = jnp.finfo(dtype)
-        grad = jax.lax.reduce_precision(
-            jax.lax.psum(grad, over), exponent_bits=kind.nexp, mantissa_bits=kind.nmant
-        )
+        grad = rounded(jax.lax.psum(grad, over), dtype)
     return grad.astype(dtype)
 
 
