@@ -147,10 +147,9 @@ def forward(
             jnp.pad(jnp.repeat(q_positions, group, axis=1), ((0, 0), padding)),
             whole((None, queries)),
         ),
-        "kv_positions": (kv_positions, whole((None, kv_positions.shape[1]))),
-        "pages": (pages, whole((None, pages.shape[1]))),
-        "blocks": (seen_blocks, whole((None, 2))),
     }
+    for name, rows in (("kv_positions", kv_positions), ("pages", pages), ("blocks", seen_blocks)):
+        arrays[name] = (rows, whole((None, rows.shape[1])))
     for name in ("k", "v", "k_scale", "v_scale"):
         if (paged := getattr(operands, name)) is not None:
             arrays[name] = (paged, _head_of_pages(paged))
