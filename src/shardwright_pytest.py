@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--virtual-devices",
         type=int,
         metavar="N",
-        help="virtual CPU devices, 8 where tests ask for a mesh",
+        help="number of virtual CPU devices (default: 8 if a test needs a mesh)",
     )
     group.addoption(
         "--mesh-backend",
@@ -128,7 +128,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _is_ours(marker: pytest.Mark) -> bool:
-    """Tell our marker from another project's of the same name."""
+    """Tell whether a marker is ours, and not another project's of the same name."""
     ours = any(isinstance(mesh, str) and ":" in mesh for mesh in marker.args) or (
         not marker.args and "strategy" in marker.kwargs
     )
@@ -265,7 +265,7 @@ class _GoldenReports:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if module := getattr(report, "golden_user", ""):
             phases = self.phases.setdefault(module, {}).setdefault(report.nodeid, set())
-            if report.when == "setup":  # of a test that runs again, the last run counts
+            if report.when == "setup":  # if a test runs again, its last run counts
                 phases.clear()
             phases.add(str(report.when) if report.passed else "failed")
         if use := getattr(report, "golden_use", None):

@@ -149,7 +149,7 @@ _ON_DEMAND = {
     "Strategy": "shardwright.strategy.model",
 }
 
-# What shows the values of each class. A file is imported when the first of them is shown.
+# The file of `show` for each class. It is imported when the first value of the class is shown.
 _shown_by(
     {
         "Candidate": "shardwright.show.search",

@@ -257,7 +257,7 @@ def watch_compilations() -> Iterator[Compilations]:
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             message = record.getMessage()
-            # The persistent cache of compiled programs says so in other words.
+            # The persistent cache of compiled programs logs another event.
             if "CACHE MISS" in message and not message.startswith("PERSISTENT"):
                 watched.reasons.append(message)
 
@@ -286,7 +286,7 @@ _NOT_THE_MODEL: tuple[str, ...] = tuple(
     f"{folder}{os.sep}"
     for folder in (Path(jax.__file__ or "").resolve().parent, Path(__file__).resolve().parent)
 )
-# This folder of the package is a model, so its lines are lines of the model.
+# This folder of the package is a model, so its lines count as lines of the model.
 _REFERENCE_MODEL: str = os.path.join(*_NOT_THE_MODEL[-1:], "interop", "hf", "model", "")
 # Files of installed packages and of Python itself.
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen ")
@@ -343,7 +343,7 @@ def _in_model(name: str) -> bool:
 def program_lines(frame: Any, *, most: int = 8) -> str:
     """Return the lines of the program that a thread is in, as `step.py:12 < train.py:50`.
 
-    Lines of libraries are left out. A thread in nothing else is in the lines of the libraries.
+    Lines of libraries are left out. If a thread is only in libraries, return their lines.
     """
     files: list[tuple[str, int]] = []
     while frame is not None:
@@ -389,8 +389,8 @@ def mixes_memories(error: BaseException) -> bool:
     return isinstance(error, ValueError) and str(error).startswith("memory_space of all inputs")
 
 
-# What JAX says of shardings in errors of other classes. Unequal types of carries and branches are
-# about shardings if JAX names no other difference.
+# Texts about shardings in errors of other classes. Unequal types of carries and branches are about
+# shardings if JAX names no other difference.
 _ABOUT_SHARDINGS = re.compile(
     r"shardings?\b|shard_map|\bunreduced\b|\bmesh\b|\bspecs?\b|\[[^]]*@(?!.*so the )", re.DOTALL
 )
@@ -476,8 +476,8 @@ def scan_parts(parameters: dict[str, Any]) -> tuple[int, int, Any]:
 def without_refs(closed: Any) -> Any:
     """Return a traced program whose Refs are values that its equations return.
 
-    JAX lowers the Refs that a program creates in this way. A read is then a slice or a look-up, a
-    write an update, and a loop carries what it writes.
+    JAX lowers Refs in the same way. A read becomes a slice or a look-up, a write becomes an update,
+    and a loop carries the written values.
     """
     from jax._src import core
     from jax._src.state.discharge import discharge_state
@@ -570,9 +570,9 @@ def kernel_name(equation: Any) -> str:
 
 
 def moves_rows_alone() -> bool:
-    """Return whether XLA moves the rows of a lookup without regard to where its indices move.
+    """Return whether XLA moves the rows of a lookup independently of its indices.
 
-    So does the XLA of JAX 0.10. Later ones shard rows like indices, where that is a full gather.
+    XLA of JAX 0.10 does so. Later versions shard rows like indices, where that is a full gather.
     """
     return bool(jax.__version_info__ < (0, 11))
 

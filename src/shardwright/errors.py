@@ -93,7 +93,8 @@ class Problem:
         dim = "" if self.dim is None else f"dim {self.dim}"
         place = " ".join(visible(part) for part in (self.path, dim, self.axis) if part)
         what = _visible_lines(self.what)
-        # `heads must be a positive integer` says where it is. A leaf may have the name `a`.
+        # A message such as `heads must be a positive integer` already names its place. A leaf may
+        # have the name `a`.
         is_said = what.startswith((f"{place} ", f"{place}=")) and place != "a"
         lines = [what if is_said or not place else f"{place}: {what}"]
         lines += [f"  {line}" for line in snippet_lines(self.snippet)]
@@ -301,7 +302,7 @@ def in_file(problem: Problem, file: str) -> Problem:
     Args:
       problem: The problem. If its rule is already in that file, it stays as it is.
       file: The file in which the user of a strategy changes rules, or text that describes it. The
-        rule may be that of a preset.
+        rule may come from a preset.
     """
     edit = problem.edit
     if not isinstance(edit, NewValue) or edit.source.rpartition(":")[0] in ("", file):
@@ -322,7 +323,7 @@ def located(error: ShardingError, source: str) -> ShardingError:
 
 
 def shortened(text: str, most: int) -> str:
-    """Cut text to about `most` characters. Keep both ends, and say how many others there are."""
+    """Cut text to about `most` characters: both ends, with the number of characters between."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -380,7 +381,7 @@ def same_spelling(name: str, known: Iterable[str]) -> str:
 
 
 def _closest(name: str, names: Sequence[str]) -> str:
-    # The matcher keeps what it computes about `b`, so the fixed name is `b`.
+    # The matcher caches its analysis of `b`, so `b` is the fixed name.
     matcher = difflib.SequenceMatcher(b=name)
     # The cutoff of `difflib.get_close_matches` by default.
     best = (0.6, 0, "")

@@ -150,7 +150,7 @@ OPERAND_DIMS: Final[dict[str, tuple[str, ...]]] = {
     "batch_index": ("batch",),
     "head_index": ("heads",),
 }
-# A dim of size 1 of these applies to every row, so it is never sharded.
+# If a dim of one of these has size 1, it applies to every row, so it is never sharded.
 _BROADCAST = frozenset({"q_positions", "kv_positions", "mask", "bias"})
 
 

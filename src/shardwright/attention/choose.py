@@ -37,10 +37,11 @@ class Choice:
 
     Attributes:
       name: Name of the implementation, or empty if none can serve the call.
-      why: Why it comes before the alternatives. Why it comes after a refused one is in `refusals`.
+      why: Why it is preferred to the alternatives. `refusals` says why preferred ones were not
+        chosen.
       refusals: The implementations that cannot serve the call, each with all its reasons.
-      alternatives: Names of the less preferred ones that could serve it, best first. An
-        implementation that is never preferred, such as a registered one, is not listed.
+      alternatives: Names of less preferred implementations that could serve the call, best first.
+        An implementation that is never preferred, such as a registered one, is not listed.
       call: The call.
       instead: If a named implementation refuses, the choice that "auto" makes for the call.
       line: The line of the strategy that names the implementation, or None.

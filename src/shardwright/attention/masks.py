@@ -224,7 +224,7 @@ def dense(attend: Any) -> Mask:
 
 
 def pair_attends(rules: MaskRules, q: Any, kv: Any) -> Any:
-    """Tell which pairs attend by the rules alone.
+    """Return which pairs attend under the mask rules.
 
     Args:
       rules: The static part of the mask.
@@ -292,7 +292,7 @@ def bias_hides(bias: jax.Array) -> jax.Array:
 
 
 def block_is_empty(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
-    """Tell whether no pair of a block attends by the rules alone.
+    """Return whether the mask rules hide the whole block.
 
     False does not mean that a pair attends: positions need not be contiguous, and the arrays of a
     mask are not read.
@@ -319,7 +319,7 @@ def block_is_empty(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
 
 
 def block_is_full(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
-    """Tell whether every pair of a block attends by the rules alone; see `block_is_empty`.
+    """Return whether the mask rules show the whole block; see `block_is_empty`.
 
     False does not mean that a pair is hidden.
     """

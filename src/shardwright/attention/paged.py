@@ -149,7 +149,7 @@ _ARITHMETIC = ("causal", "window", "chunk", "sinks", "softcap", "scale", "return
 def _call_of(
     q: Any, k_pages: Any, v_pages: Any, scales: dict[str, Any], rows: int, keywords: dict[str, Any]
 ) -> AttentionCall:
-    """Return the call, described like one to a cache with `rows` rows per sequence.
+    """Return the call, described like a call on a cache with `rows` rows per sequence.
 
     Args:
       q: As for `paged_attention`.
@@ -339,7 +339,7 @@ def _sequences(call: AttentionCall, gathered: tuple[str, ...]) -> jax.Array:
     """Return the numbers of this shard's sequences, gathered over some mesh axes of the batch."""
     sizes = [call.shards((axis,)) for axis in call.specs.batch]
     numbers = jnp.arange(call.batch, dtype=jnp.int32).reshape(*sizes, -1)
-    # From the last dim on, because each step removes a dim.
+    # Start at the last dim, because each step removes a dim.
     for dim, axis in reversed(list(enumerate(call.specs.batch))):
         if axis not in gathered:
             at = jax.lax.axis_index(axis)
@@ -351,8 +351,8 @@ def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _ShardPages:
     count, page_size = shard.k.shape[:2]
     ordinals = jnp.broadcast_to(jnp.arange(pages.shape[1], dtype=jnp.int32)[None], pages.shape)
     here = (pages >= 0) & (pages < count) & (ordinals * page_size < shard.lengths[:, None])
-    # Put the used pages first, so that the loop ends after the last one. A shard has a part of
-    # them, anywhere in the row.
+    # Put the used pages first, so that the loop ends after the last one. A shard has some of the
+    # used pages, anywhere in the row.
     order = jnp.argsort(~here, axis=1, stable=True)
     table = (jnp.take_along_axis(column, order, axis=1) for column in (pages, ordinals, here))
     padding = ((0, 0), (0, -pages.shape[1] % at_once))

@@ -98,8 +98,8 @@ def resolve_pages(
 def split_axes(manager: PartitionManager | None, q: ArrayShape, mode: str) -> frozenset[str]:
     """Return the mesh axes over which a surrounding `shard_map` may have split the queries.
 
-    JAX tracks them. If it does not, the rules of the manager tell them: in a pipeline, whose
-    stages have other rows, pp splits no array.
+    If JAX does not track them, they are the manual mesh axes in the rules of the queries. In a
+    pipeline, pp is not one of them: stages run different microbatches, and pp splits no array.
     """
     ambient = _jax.ambient_mesh()
     manual = frozenset() if ambient is None else frozenset(ambient.manual_axes)
@@ -120,7 +120,8 @@ def _joint(
     """Resolve q, k and v by their names. Dim 0 of k has pages if `key_axes` are `PAGE_AXES`."""
     axes = (QUERY_AXES, key_axes, key_axes)
     manual = manager.manual_axes(ambient)
-    # v is resolved for its refusals. Its first three dims are those of k, so its mesh axes are too.
+    # Resolve v only to find its errors: its first three dims are those of k, and so are its mesh
+    # axes.
     queries, keys, _ = (
         _resolve(manager, mode, manual, name, own, shapes[name])
         for name, own in zip(shapes, axes, strict=True)

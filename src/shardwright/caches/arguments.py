@@ -85,7 +85,7 @@ def read_group(spec: CacheSpec, group: int | None) -> int:
 
 
 def integers(name: str, values: Any, *, size: int | None = None, per: str = "slot") -> Any:
-    """Return `[n]` int32. A value beyond 32 bits becomes a large int32, also out of range.
+    """Return `[n]` int32. A value beyond 32 bits becomes a large int32, which is out of range too.
 
     Args:
       name: Name of the argument, for messages.

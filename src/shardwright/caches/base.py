@@ -1,7 +1,7 @@
 """The interface of every KV cache, and the entry of every operation.
 
 A slot is a row of the batch: room for one sequence. Position p of a sequence is its p-th token,
-from 0. A slot holds the positions below its `length`; a ring holds those from its `start` on. No
+from 0. A slot holds the positions below its `length`, in a ring only those from its `start` on. No
 other value says which rows are valid.
 
 Scatters write the rows, and drop rows that are out of range: no token is clamped or shifted to

@@ -23,7 +23,7 @@ from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
 from shardwright.vocabulary.read import refuse
 
-# Raise it if an older version could not read what this one writes.
+# Increase it if an older version could not read what this version writes.
 _FORMAT = 1
 _WHAT = "saving and restoring caches"
 _BROKEN = (
@@ -57,7 +57,7 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
         )
     description = {
         "format": _FORMAT,
-        # The class and not the kind: "dense" and "sliding" differ in their specs only.
+        # Save the class and not the kind: "dense" and "sliding" differ only in their specs.
         "kind": type(cache).__name__,
         "spec": dataclasses.asdict(cache.spec),
         # `restore` needs the shapes first: orbax reads arrays into targets that have shapes and
@@ -213,7 +213,7 @@ def _check_like(
             path="like",
             fix="create like with the saved kind, then insert the restored cache into another kind",
         )
-    # The mode only decides the sharding, and that is to be that of `like`.
+    # The mode decides only the sharding, and the sharding comes from `like`.
     names = [each.name for each in dataclasses.fields(CacheSpec) if each.name != "mode"]
     rows = [(name, getattr(spec, name), getattr(like.spec, name)) for name in names]
     fix = "create like with {}={}"

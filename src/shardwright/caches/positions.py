@@ -17,8 +17,7 @@ def row_of(spec: CacheSpec, positions: jax.Array) -> jax.Array:
 def of_tokens(length: jax.Array, is_token: jax.Array, *, every: bool) -> jax.Array:
     """Return the positions of appended tokens, `[batch, q_length]` int32.
 
-    Padding gets no position of its own, so tokens after padding continue without a gap: it has the
-    position of the token before it.
+    Padding has the position of the token before it, so tokens after padding continue without a gap.
 
     Args:
       length: `[batch]` int32, before the append.
@@ -48,8 +47,8 @@ def positions_of_rows(spec: CacheSpec, length: jax.Array, start: jax.Array | Non
     if start is None:
         return places
     last = length[:, None] - 1
-    # The largest position that is at most `last` and equals the place modulo the capacity. In JAX,
-    # as in Python, the remainder of a negative number is not negative.
+    # This is the largest position that is at most `last` and equals the place modulo the capacity.
+    # In JAX, as in Python, the remainder of a negative number is not negative.
     positions = last - (last - places) % spec.capacity
     return jnp.where(positions >= start[:, None], positions, -1)
 

@@ -104,7 +104,8 @@ class RowCache(KVCache):
         row_positions = sharding.place(row_positions, (EMPTY, EMPTY))
         first = jnp.zeros_like(lengths)
         # A ring, or pages, may lack old positions. That matters only for positions that a query in
-        # this cache can still see. The minimum over sharded rows would be sent.
+        # this cache can still see. Replicate them: a minimum over sharded rows would need a
+        # collective.
         if source.spec.is_ring or not isinstance(source, RowCache):
             first = jnp.min(jnp.where(row_positions >= 0, row_positions, lengths[:, None]), axis=1)
         needed = positions.first_needed(spec, lengths)

@@ -24,8 +24,8 @@ class RowOrder:
 
     Attributes:
       block: Positions that stay together. None: contiguous.
-      shards: Number of shards of the rows, that is, the product of the sizes of KV_LENGTH's mesh
-        axes; or a multiple of it.
+      shards: Number of shards of the rows (the product of the sizes of KV_LENGTH's mesh axes), or a
+        multiple of it.
     """
 
     block: Annotated[int, integer()] | None = None

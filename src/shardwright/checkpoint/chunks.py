@@ -58,8 +58,8 @@ def read(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> dict[str, An
 def _route(leaf: TargetLeaf) -> Route | None:
     """Return the route by which a leaf is read in pieces. None if it is read as a whole.
 
-    That is the case if it is small, if its sharding is not on a mesh in device memory, or if XLA
-    cannot join its pieces.
+    A leaf is read as a whole if it is small, if its sharding is not on a mesh in device memory, or
+    if XLA cannot join its pieces.
     """
     sharding = leaf.sharding
     if leaf.saved.kind is not LeafKind.ARRAY or not isinstance(sharding, NamedSharding):
@@ -86,7 +86,7 @@ def _read_with_orbax(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> 
     request = orbax.args.PyTreeRestore(
         item=wanted,
         restore_args=orbax.checkpoint_utils.construct_restore_args(wanted),
-        # The target may leave out leaves, and those that are read in pieces are not among these.
+        # The target may leave out leaves, and leaves that are read in pieces are not in it.
         partial_restore=True,
     )
     path = epath.Path(folder)
@@ -110,8 +110,8 @@ def _reads(leaf: TargetLeaf, stored: dict[str, Any]) -> Iterator[int]:
     if leaf.sharding is not None:
         boxes = list(leaf.sharding.addressable_devices_indices_map(shape).values())
     for box in boxes:
-        # In each dim, from the border of the first chunk that the box touches to that of the last
-        # one.
+        # In each dim, a read starts where the first chunk of the box starts, and ends where the
+        # last one ends.
         sides = []
         for cut, size, step in zip(box, shape, chunk, strict=True):
             start, stop, _ = cut.indices(size)
@@ -146,7 +146,8 @@ class StoredArray:
             (min(low for low, _ in sides), max(high for _, high in sides))
             for sides in zip(*bounds, strict=True)
         )
-        # Boxes of a sharding are equal or apart, so their sizes add up to the hull if they fill it.
+        # Boxes of a sharding are equal or disjoint, so if they fill the hull, their sizes add up to
+        # its size.
         if sum(map(_size, set(bounds))) == _size(hull):
             whole = self._read(hull)
             return [whole[_inside(each, hull)] for each in bounds]

@@ -82,8 +82,8 @@ def staged(path: str) -> Iterator[str]:
         # Inside of the new folder, because writers such as orbax create their folder themselves.
         new = os.path.join(folder, name)
         yield new
-        # The operating system refuses to replace a folder with files, so one that appeared since
-        # stays.
+        # The operating system refuses to replace a folder that has files, so a folder that was
+        # created meanwhile stays.
         os.rename(new, path)
     except BaseException:
         _remove(folder)

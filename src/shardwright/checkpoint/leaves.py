@@ -225,8 +225,8 @@ class TargetLeaf:
     @property
     def sharding(self) -> Sharding | None:
         """Sharding in which the leaf is read. None for NumPy, and for JAX's default device."""
-        # An uncommitted array follows the other operands of an operation, and so must the restored
-        # one.
+        # An uncommitted array follows the other operands of an operation. The restored array must
+        # do so too.
         if isinstance(self.target, jax.Array) and not self.target.committed:
             return None
         sharding: Sharding | None = getattr(self.target, "sharding", None)
@@ -328,8 +328,8 @@ def _misfit(leaf: SavedLeaf, target: Any, *, recut: bool) -> tuple[str, str] | N
     """Return the difference between a saved leaf and a leaf of the target, and the fix."""
     is_array = isinstance(target, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
     if not is_array and not isinstance(target, (bool, int, float, complex)):
-        # Anything else with a shape and a dtype says nothing about the devices, or not in a way
-        # that is read here: an `ArraySpec`, the type of an array, an array of another library.
+        # Other values with a shape and a dtype have no sharding that this code can read: an
+        # `ArraySpec`, the type of an array, an array of another library.
         return (
             f"the target is {type(target).__name__}",
             "pass arrays, jax.ShapeDtypeStructs or numbers, such as pm.abstract(specs)",
@@ -360,7 +360,7 @@ def _misfit(leaf: SavedLeaf, target: Any, *, recut: bool) -> tuple[str, str] | N
         )
     if isinstance(target, jax.ShapeDtypeStruct) and target.sharding is None:
         if target.shape == () or kind is LeafKind.KEY:
-            return None  # it goes where JAX puts a new scalar
+            return None  # it is placed as JAX places a new scalar
         return "the target has no sharding", "pass pm.abstract(specs), or set sharding="
     return _sharding_misfit(leaf, target)
 
@@ -421,7 +421,7 @@ def _as_saved(
 ) -> NamedSharding:
     """Return the sharding for reading a stack whose repeats differ in the file."""
     entries = [*sharding.spec, *[None] * (len(target) - len(sharding.spec))]
-    # One of both has the leading dims [repeats, layers / repeats], or both have.
+    # The saved array, the target or both have the leading dims [repeats, layers / repeats].
     depths = [
         1 if len(own) < len(other) else 2 for own, other in ((target, saved), (saved, target))
     ]

@@ -68,7 +68,7 @@ def export_safetensors(
         own file.
       metadata: Text for the header of each file, such as `{"format": "pt"}`.
       shapes: Shapes without padding, by the names of padded tensors: only these elements are
-        written. `hf.read(folder, pad_vocab=128).unpadded` has those of a vocabulary.
+        written. `hf.read(folder, pad_vocab=128).unpadded` has the shapes for a vocabulary.
 
     Returns:
       The file of each tensor, by name.
@@ -222,7 +222,8 @@ def _divided(tensors: Mapping[str, Any], most: int) -> dict[str, list[str]]:
 def _write(file: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
     """Write one file: 8 bytes with the length of the header, the header as JSON, the tensors."""
     # `safetensors.serialize_file` takes the address of every tensor, so all tensors of a file would
-    # be whole in host memory: 256 MiB for a file of 256 MiB in eight shards each. This takes 6.
+    # be whole in host memory: 256 MiB for a file of 256 MiB in eight shards each. This code takes 6
+    # MiB.
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     end = 0
     for name, value in tensors.items():

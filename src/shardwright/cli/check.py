@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         *([arguments.strategy] if arguments.strategy else []),
     ]
     if not strategies:
-        # argparse cannot require this: either the words or --strategy will do.
+        # argparse cannot require one of two things: the words, or --strategy.
         parser().error("the following arguments are required: STRATEGY")
     check_fix_options(arguments)
     tensors = None if arguments.tensors is None else read_tensors(arguments.tensors)
@@ -156,14 +156,14 @@ def _read_settings(
 ) -> tuple[set[str], list[Setting], list[Checked]]:
     """Return what models need of the strategies beside them on the command line.
 
-    A model needs the axes that they declare, and each strategy with its mesh. A strategy without a
-    mesh of known sizes has a note instead.
+    A model needs the axes that the strategies declare, and each strategy with its mesh. For a
+    strategy without a mesh of known sizes, return a note instead.
     """
     own_axes: set[str] = set()
     settings: list[Setting] = []
     notes: list[Checked] = []
     for text in itertools.filterfalse(is_model, texts if any(map(is_model, texts)) else ()):
-        # `_check` reports those that cannot be read.
+        # `_check` reports the strategies that cannot be read.
         with contextlib.suppress(ShardingError):
             strategy, label = read_strategy(text)
             own_axes.update(strategy.axes)
@@ -210,7 +210,7 @@ def _check(text: str, tensors: Any, mesh: str | None, devices: int | None) -> Ch
     try:
         strategy, label = read_strategy(text)
     except ShardingError as error:
-        # Problems inside a file are findings. A missing file is an invalid question (exit code 2).
+        # A problem inside a file is a finding. A missing file is an error of usage (exit code 2).
         # An overlay has several files, and each problem is about one of them.
         names = tuple(os.path.basename(name) for name in strategy_names(text) if name)
         if not all(problem.path.startswith(names) for problem in error.problems):
@@ -278,7 +278,8 @@ def _counts_text(findings: Sequence[Finding]) -> str:
 
 
 def check_memory(strategy: Strategy, programs: Mapping[str, Program]) -> Iterator[Finding]:
-    """Yield optimizer state on the host that is not donated, and saved names that nothing has.
+    """Yield optimizer state on the host that is not donated, and saved names that the program
+    lacks.
 
     Args:
       strategy: The strategy.

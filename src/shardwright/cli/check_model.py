@@ -190,7 +190,7 @@ def _check_program(
     label: str, mode: str, program: Program, own_axes: Collection[str]
 ) -> tuple[Finding, ...]:
     shapes = program.shapes
-    # Without an entry per argument, nothing says which argument an entry is for.
+    # If there is not one entry per argument, it is unknown which argument an entry is for.
     specs = program.specs if isinstance(program.specs, (tuple, list)) else (None,) * len(shapes)
     holds = program.holds if isinstance(program.holds, (tuple, list)) else (None,) * len(shapes)
     is_params = [
@@ -215,7 +215,7 @@ def _check_program(
     def forward(params: Any, inputs: Any) -> Any:
         every: Mapping[str, Any] = {**params, **inputs}
         results = program.function(*(every[str(at)] for at in range(len(shapes))))
-        return () if updates else results  # updated weights are not results of a model
+        return () if updates else results  # updated weights are not outputs
 
     with user_code(label):
         inferred = infer_on_one_device(
@@ -248,5 +248,5 @@ def _seed(annotation: Any, leaf: Any) -> Any:
     is_axes = isinstance(axes, (tuple, list)) and len(axes) == len(leaf.shape)
     if not is_axes or isinstance(axes, PartitionSpec) or is_layout(axes):
         return None
-    # A seed names one axis, and a dim of several axes has none.
+    # A seed names one axis, so a dim of several axes has no seed.
     return [None if isinstance(axis, (tuple, list)) else axis for axis in axes]

@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     strategies, meshes = _two("STRATEGY", arguments.strategies), _two("--mesh", arguments.mesh)
     devices, modes = _two("--devices", arguments.devices), _two("--mode", arguments.mode)
     topologies = _two("--topology", arguments.topology)
-    # A pair of equal values is an option that was given once, or not at all.
+    # Both values are equal if the option was given once, or not at all.
     sides = (strategies, meshes, devices, modes, topologies)
     if all(left == right for left, right in sides):
         raise StrategyError(

@@ -21,7 +21,7 @@ DEFECT: Final = 70
 
 
 class FoundError(Exception):
-    """What the question is about was read, and has this problem."""
+    """A problem of an input that could be read."""
 
     def __init__(self, error: ShardingError) -> None:
         super().__init__(str(error))

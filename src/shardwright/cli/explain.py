@@ -225,7 +225,7 @@ def array_lines(answer: ExplainedTensor, *, width: int) -> list[str]:
 
 
 def imported_lines(answer: ExplainedTensor, setting: Setting) -> list[str]:
-    """Return a line for each axis without a rule whose name an import has given another axis."""
+    """Return a line for each axis without a rule, if an import declared an axis of that name."""
     declared = set(map(axis_label, setting.manager.rules.user_axes))
     labels = dict.fromkeys(
         decision.label
@@ -256,7 +256,7 @@ def _groups(modes: Mapping[str, Resolution]) -> list[tuple[list[str], Resolution
 
 
 def _modes_text(names: Sequence[str], modes: Mapping[str, Any]) -> str:
-    # `all modes` only if all were asked for, not if the one that was asked for agrees with itself.
+    # Write `all modes` only if all modes were asked for, not if a single mode was.
     is_all = len(names) == len(MODE_NAMES) == len(modes)
     return "all modes" if is_all else ", ".join(names)
 
@@ -286,8 +286,8 @@ def tree_lines(answers: Sequence[ExplainedTensor], *, width: int) -> list[str]:
         for problem in resolution.problems
     ]
     # Modes with the same rule have the same problem, which is shown once.
-    # Of equal keys, a dict keeps the last value. Reversed twice, the first problem stays, and the
-    # order too.
+    # Of equal keys, a dict keeps the last value. Reversing twice keeps the first value and the
+    # order.
     unique = {
         (problem.path, problem.dim, problem.what, problem.fix): problem
         for problem in reversed(problems)
@@ -333,7 +333,7 @@ def _tensor_row(
     for at, names in enumerate(columns):
         placement, count = _cells(answer, names[0])
         same = at > 0 and (placement, count) == first
-        # Equal columns are for the other tensors, in which these modes differ.
+        # Two columns may be equal here, because these modes differ in other tensors.
         row.append("=" if same else placement)
         if sized:
             row.append("=" if same and count else count)

@@ -1,7 +1,7 @@
 """`--fix` of `check` and `plan`: make the edits that the findings of a strategy file have.
 
-Comments and the order of the keys stay. The edited strategy is then tried, and what had a result
-before must have the same result.
+Comments and the order of the keys stay. The edited strategy is then tried, and every result that
+existed before must stay the same.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Tried:
 
     Attributes:
       findings: What is wrong.
-      results: The spec or the plan of whatever has one.
+      results: The specs of tensors, or the plans of programs, that exist.
     """
 
     findings: tuple[Finding, ...]
@@ -106,7 +106,7 @@ class Fixed:
       after: Its text with the edits.
       strategy: The whole strategy after the edits, or None if it still cannot be read.
       tried: Its result.
-      refused: Whether more edits were found that would change a result.
+      refused: Whether edits were left out because they would change a result.
     """
 
     path: Path
@@ -164,7 +164,7 @@ def fix_file(
 
     Args:
       text: The strategy, such as `fsdp_tp | mine.toml`.
-      try_with: Checks or plans with a strategy. It may raise what a mesh raises.
+      try_with: Checks or plans with a strategy. It may raise the errors of a mesh.
       devices: Number of devices, to which a mesh may be fitted.
       dry: Whether the file is only read.
 
@@ -209,7 +209,7 @@ def fix_file(
         tried_text = functools.reduce(lambda text, edit: edit(text), edits, after)
         if tried_text == after:
             break
-    assert best is not None  # the first round keeps nothing that it could change
+    assert best is not None  # before the first round there are no results to keep
     if after != before and not dry:
         files.write_text(path, after)
     return Fixed(
@@ -224,7 +224,7 @@ def _edits(findings: Sequence[Finding], strategy: Strategy | None, file: str) ->
         if isinstance(finding.edit, Rename) and source == file:
             old, new = finding.edit.old, finding.edit.new
             yield functools.partial(rename, line=int(line), old=old, new=new)
-    # Under a policy that resolves conflicts or sizes, a rule's own fallback would take its place.
+    # A rule's own fallback would override a policy that resolves conflicts or sizes.
     if strategy is None or not _is_strict(strategy):
         return
     edits: dict[tuple[Any, ...], Edit] = {}

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _run(words)
-        # Here and not at exit, so that a full disk or a closed pipe has an exit code.
+        # Flush here and not at exit, so that a full disk or a closed pipe changes the exit code.
         sys.stdout.flush()
         return code
     except SystemExit as error:  # argparse has printed its message

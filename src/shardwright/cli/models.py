@@ -161,7 +161,7 @@ _ARRAY = object()
 
 
 def _arrays(params: Any, result: list[_Params]) -> list[Any]:
-    """Return the arrays of parameters, and put the rest into a list."""
+    """Return the arrays of parameters, and put all other leaves into a list."""
     leaves, tree = jax.tree.flatten(params, is_leaf=is_array_spec)
     # As an array, a number such as a probability would be a tracer, on which no model can branch.
     fixed = (bool, int, float, complex, str)
@@ -199,7 +199,8 @@ def infer_model(
     def infer() -> Inferred:
         return infer_axes(
             model.forward,
-            # `check` compares the annotations with what is inferred, so they must not take part.
+            # `check` compares the annotations with the inferred axes, so inference must not read
+            # them.
             model.shapes,
             *model.inputs,
             seeds=model.seeds,

@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_lines(["no candidate was planned"])
         return 1
     title = f"Plans of {os.path.basename(arguments.model)}"
-    # Each variant of a model has most notes of the others.
+    # The variants of a model share most notes.
     page = page_html(candidates, variants, title=title, notes=list(dict.fromkeys(notes)))
     files.write_text(Path(arguments.out), page)
     modes = dict.fromkeys(mode_name(mode) for each in candidates for mode in each.reports)

@@ -113,7 +113,7 @@ def _fixes(
         below = report.memory.low - _LARGE * usable
         rules = find_smaller_rules(strategy, manager, report.state, needed, below=below)
         yield from [] if rules is None else [str(rules)]
-    # What the step makes takes more than the state, so sharding the state further helps little.
+    # The values of the step take more than the state, so sharding the state further helps little.
     if report.memory.low - state.per_device > state.per_device:
         smaller = "a smaller batch, or shorter prompts or caches"
         if manager.mode in (MODE_TRAIN, None):

@@ -44,7 +44,7 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         options=model_options(arguments),
         notes=notes,
     )
-    # Before the plans, which take longest.
+    # Check this before the plans, which take longest.
     for rule in arguments.forbid:
         if rule.mode is not None and rule.mode not in programs:
             what = f"--forbid {rule.text!r} names a mode that is not planned"
@@ -68,7 +68,7 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         arguments,
         {mode: report.state for mode, report in reports.items()},
         {
-            # What the compiler says takes the place of the upper end of the plan.
+            # The memory of the compiled program replaces the upper end of the plan.
             mode: verified[mode].most_bytes if mode in verified else report.memory.high
             for mode, report in reports.items()
         },
@@ -126,7 +126,7 @@ def fix_by_programs(arguments: argparse.Namespace, devices: int | None) -> Fixed
                 refused = error.error if isinstance(error, FoundError) else error
                 findings += map(from_problem, refused.problems)
                 continue
-            # The text of a rule in an event may change, but not what it sends.
+            # A fix may change the text of the rule in an event, but not the bytes that are sent.
             sent = [
                 (event.kind, event.mesh_axes, event.total_wire_bytes) for event in report.events
             ]

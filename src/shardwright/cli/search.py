@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
       ShardingError: The question is invalid.
     """
     topology = parse_topology(arguments.topology, read_hardware(arguments.hardware))
-    # Before the search, which may take minutes.
+    # Check this before the search, which may take minutes.
     if arguments.out is not None:
         _make_folder(arguments.out)
     notes: list[str] = []

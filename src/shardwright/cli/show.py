@@ -78,7 +78,7 @@ class ProgressLine:
         self._every = 0.1 if self._terminal else 10.0
         self._width = 0
         self._phase, self._started = "", 0.0
-        # A terminal shows the first state, and a log only what takes long.
+        # A terminal shows the first state. A log shows only work that takes long.
         self._due = 0.0 if self._terminal else time.monotonic() + self._every
 
     def __call__(self, state: Any) -> None:

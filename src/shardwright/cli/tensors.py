@@ -56,7 +56,7 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
 def _is_table_of_rules(table: Any) -> bool:
     """Tell whether a table is `[mesh]` or `[rules]` of a strategy.
 
-    It is not, if it has tables (a level of a tree) or axes (a tensor).
+    A table with tables inside is a level of a tree, and a table with axes is a tensor.
     """
     return (
         isinstance(table, Mapping)

@@ -64,7 +64,7 @@ def check_verify_options(arguments: argparse.Namespace, topology: Topology | Non
       StrategyError: The options do not fit each other, or the compiler is not installed.
     """
     if arguments.verify:
-        # Raises here if the compiler is not installed, before anything is traced.
+        # Raise here if the compiler is not installed, before anything is traced.
         make_target(topology, platform=arguments.compiler)
         # Exporting starts the backend of the default device. Use the CPU, so that accelerators stay
         # free for programs that run.

@@ -13,7 +13,7 @@ from shardwright import _jax
 class Runs(enum.Enum):
     """When a jaxpr runs."""
 
-    ONCE = "once"  # of several branches, one of them
+    ONCE = "once"  # one of several branches
     EACH_ROUND = "each round"
     BEFORE_EACH_ROUND = "before each round"  # the condition of a `while`
 
@@ -43,12 +43,12 @@ class Body:
     rounds: int | None = None
 
     def of_operands(self, values: Sequence[Any]) -> list[Any]:
-        """Return what is known about the inputs, from what is known about all operands."""
+        """Return the facts about the inputs, given the facts about all operands."""
         return [values[at] for at in self.operands]
 
 
-# Primitives that run a jaxpr once, unchanged. Others hold a jaxpr for another purpose: `reduce`
-# holds its scalar step, and a kernel its program.
+# Primitives that run a jaxpr once, unchanged. Other primitives hold a jaxpr for another purpose:
+# `reduce` holds its scalar step, and a kernel its program.
 _CALLS: Final = frozenset(
     {
         *("jit", "pjit", "checkpoint", "remat", "remat2", "composite", "compute_on"),

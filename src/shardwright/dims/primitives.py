@@ -103,7 +103,7 @@ ELEMENTWISE: Final = frozenset(
 # These may run before the all-reduce of a partial sum, on each of its terms.
 KEEPS_SUM: Final = frozenset({"convert_element_type", "neg", "copy", "copy_p", "reduce_precision"})
 # These return their operands unchanged: names for a remat policy, barriers, and orders of dims in
-# memory, which attention on TPUs asks for where a cache is stored so.
+# memory, which attention on TPUs requests to match the order of a cache.
 NAMES: Final = frozenset({"name", "optimization_barrier", "layout_constraint"})
 ADDITIONS: Final = frozenset({"add", "sub", "add_any"})
 CUMULATIVE: Final = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"})
@@ -123,14 +123,14 @@ REDUCTIONS: Final = frozenset(
 SCATTERS: Final = frozenset(
     {"scatter", "scatter-add", "scatter_add", "scatter-max", "scatter-min", "scatter-mul"}
 )
-# Max and mean pooling, and their gradients. Those with a function of their own have no rule.
+# Max and mean pooling, and their gradients. Pooling with a function of the user has no rule.
 WINDOWS: Final = frozenset(
     {"reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add"}
 )
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard", "annotate_axes"})
-# These move, split or join dims, or add some.
+# These move, split, join or add dims.
 VIEWS: Final = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
-# These cut, join, repeat or order elements. All but a stack need a dim, or dims, whole.
+# These cut, join, repeat or order elements. Except for a stack, each needs some dims whole.
 CUTS: Final = frozenset(
     [
         *("concatenate", "dynamic_slice", "pad", "rev", "slice", "sort", "split", "stack", "tile"),

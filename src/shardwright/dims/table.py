@@ -29,7 +29,7 @@ class FactorRole(enum.Enum):
 
     KEPT = "kept"
     SUMMED = "summed"  # shards of the operand give partial sums
-    # Shards give parts of the result here too, but no sums: their terms must not be added later.
+    # Shards of the operand give partial results, which are not combined by a sum.
     COMBINED = "combined"  # by another function than a sum, such as a maximum
     PICKED = "picked"  # indices count along it, so that each device has some of the elements
     CHANGED = "changed"  # elements of the result need elements of other shards
@@ -48,7 +48,7 @@ class Correspondence:
       operands: Factors of the dims of each operand.
       results: Factors of the dims of each result.
       shardable: The factors that may stay sharded: not `CHANGED`, and the major one of each dim. A
-        minor one may, too, if those before it have a device for each element.
+        minor factor may, too, if the factors before it have a device for each element.
       adds: Whether the primitive may run on the terms of a sum, before they are added.
     """
 
@@ -75,7 +75,7 @@ def correspondence(equation: Any) -> Correspondence | None:
 def elementwise(
     operands: tuple[DimSizes, ...], results: tuple[DimSizes, ...], *, adds: bool = False
 ) -> Correspondence | None:
-    """Return how dims correspond if operands are broadcast to one shape, that of all results.
+    """Return how dims correspond if operands are broadcast to one shape, which all results have.
 
     A dim of size 1 that is broadcast has no factor, and neither has a scalar. The result is None if
     the results have several shapes, or no operand has their rank.
@@ -112,7 +112,7 @@ def transpose(shape: DimSizes, permutation: tuple[int, ...]) -> Correspondence:
 
 @functools.lru_cache(maxsize=4096)
 def broadcast(old: DimSizes, new: DimSizes, places: tuple[int, ...]) -> Correspondence:
-    """Return how the dims of a `broadcast_in_dim` correspond. `places` has the new dim of each."""
+    """Return how the dims of a `broadcast_in_dim` correspond, given the new place of each dim."""
     operand = [(to,) if old[dim] == new[to] else () for dim, to in enumerate(places)]
     adds = math.prod(old) == math.prod(new)  # it only adds dims of size 1
     return _made(new, [operand], [[(dim,) for dim in range(len(new))]], adds=adds)
@@ -148,7 +148,8 @@ def equal_products(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[lis
 def reshape(old: DimSizes, new: DimSizes) -> Correspondence:
     """Return how the dims of a reshape correspond: by the largest factors that both shapes have.
 
-    Where the boundaries of the dims do not match, factors are `CHANGED` up to the next one.
+    Where the boundaries of the dims do not match, factors are `CHANGED` up to the next boundary
+    that does.
     """
     sizes: list[int] = []
     roles: dict[int, FactorRole] = {}
@@ -196,7 +197,7 @@ def reduction(
 
 @functools.lru_cache(maxsize=4096)
 def along(shapes: tuple[DimSizes, ...], results: int, dims: tuple[int, ...]) -> Correspondence:
-    """Return how dims correspond if shapes stay and each element needs others along some dims."""
+    """Return how dims correspond if shapes stay, and elements need others along some dims."""
     every = [(dim,) for dim in range(len(shapes[0]))]
     roles = dict.fromkeys(dims, FactorRole.CHANGED)
     return _made(shapes[0], [every] * len(shapes), [every] * results, roles=roles)
@@ -244,7 +245,7 @@ def stack(count: int, shape: DimSizes, axis: int) -> Correspondence:
 
 @functools.lru_cache(maxsize=4096)
 def unstack(shape: DimSizes, axis: int) -> Correspondence:
-    """Return how dims correspond if the rows of a dim become arrays. Each needs the dim whole."""
+    """Return how dims correspond if the rows of a dim become arrays. This needs the dim whole."""
     every = [(dim,) for dim in range(len(shape))]
     rows = [every[:axis] + every[axis + 1 :]] * shape[axis]
     return _made(shape, [every], rows, roles={axis: FactorRole.CHANGED})
@@ -291,7 +292,7 @@ def ragged_dot(
 def gather(
     table: DimSizes, index: DimSizes, result: DimSizes, numbers: Any, slices: tuple[int, ...]
 ) -> Correspondence:
-    """Return how the dims of a gather correspond: those read whole, and those of the indices."""
+    """Return how the dims of a gather correspond: dims read whole, and dims of the indices."""
     sizes = [*table, *index, *result]
     tables = [(dim,) for dim in range(len(table))]
     indices = [(len(table) + dim,) for dim in range(len(index))]
@@ -328,7 +329,7 @@ def scatter(
       index: Shape of the indices.
       update: Shape of the updates.
       numbers: Parameter `dimension_numbers`.
-      role: What it does along the dims of the indices that the operand does not have.
+      role: What the scatter does along the dims of the indices that the operand does not have.
     """
     sizes = [*table, *index, *update]
     tables = [(dim,) for dim in range(len(table))]

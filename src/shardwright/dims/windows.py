@@ -32,7 +32,7 @@ class SlidingWindow:
         return self == SlidingWindow(size=self.size, stride=self.size)
 
     def swapped(self, result: int) -> SlidingWindow:
-        """Return the window in which results and elements of this one change places.
+        """Return the transposed window: its results are the elements of this one, and the reverse.
 
         Where the window itself is sharded, as in the gradient of a kernel, its parts move over the
         operand like results of this window.
@@ -49,7 +49,7 @@ class SlidingWindow:
 
         Returns:
           Elements of the part before, and of the part after, and how many elements the windows of a
-          part span, padding included. None if a part needs more of a neighbor than that has.
+          part span, padding included. None if a part needs more elements than its neighbor has.
         """
         own, made = -(-operand // parts), -(-result // parts)
         # The first part has no neighbor before it, and the last one none after it.

@@ -28,7 +28,7 @@ class Atom:
       learned: Whether it is a factor of a parameter's dim, or of a slice of such a dim.
       counts: Whether an iota counts along it.
       nonlinear: Whether an activation function was applied to it.
-      residual: Whether an activation was added along it to one that it is computed from.
+      residual: Whether a residual addition along it adds an activation to a value computed from it.
       routed: Whether activations choose along it, by one-hot rows or by a scatter.
       given: Whether it is a dim of an input.
       resized: Whether an operation on activations makes it from a dim of another size, such as a
@@ -161,12 +161,12 @@ def unify(left: AtomDim, right: AtomDim, on_conflict: Callable[[Atom, Atom], Non
         if first is not second and first.size != second.size:
             larger, smaller = (first, second) if first.size > second.size else (second, first)
             if larger.size % smaller.size or (larger.name and not smaller.is_shards):
-                # A named factor is whole, such as HEAD_DIM; only a `shard_map` cuts it. The factors
-                # differ, so nothing is known about the rest.
+                # A named factor, such as HEAD_DIM, is whole; only a `shard_map` cuts it. The
+                # factors differ, so nothing is known about the rest.
                 return
             # Factors are major first, so the larger atom begins with the smaller one.
             larger.split(smaller.size, keep_name=smaller.is_shards)
-            # Either side may have the atom that was split, also further to the right.
+            # The atom that was split may occur on either side, also further to the right.
             lefts, rights = finest(lefts), finest(rights)
             continue
         if first is not second:

@@ -43,8 +43,8 @@ class Uses:
     """How matmuls use factors.
 
     Attributes:
-      made: Factors that weights make, and their slices.
-      summed: Factors that weights sum over.
+      made: Factors that matmuls with weights produce, and their slices.
+      summed: Factors that matmuls with weights sum over.
       stacked: Factors along which weights are stacked: batch dims of matmuls with weights.
       next: The matmuls of activations that use the result of each matmul, by its origin.
     """
@@ -95,8 +95,8 @@ def _scores(matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> Scores |
     """
     left, right = _factors(matmul.left), _factors(matmul.right)
     contracted = _factors(matmul.contracted)
-    # A head dim comes from a weight. So a matmul of scores and values, which sums over positions,
-    # ends here.
+    # A head dim comes from a weight. So return here for a matmul of scores and values, which sums
+    # over positions.
     if not contracted or any(
         not atom.learned or atom.name not in ("", HEAD_DIM) for atom in contracted
     ):
@@ -137,13 +137,13 @@ def _name_scores(names: Names, scores: Scores, uses: Uses) -> None:
     location = scores.location
     heads, guess = _heads(scores.batch, uses)
     heads = _with_shards(heads, names.facts.shards)
-    # Without heads or values, this may be another matmul of two activations.
+    # Without heads or values, this may be a matmul of two other activations.
     guess |= (not heads and not scores.groups) or (bool(scores.groups) and not scores.is_confirmed)
     why = Evidence("queries times keys: summed over", location)
     names.give(scores.contracted, HEAD_DIM, why, guess=guess)
     for atom in scores.sequence:
         if atom.learned:
-            # A dim of a parameter alone may be a number of learned latents.
+            # A dim that comes only from a parameter may be a number of learned latents.
             why = Evidence("queries times keys: a position", location)
             names.give((atom,), LENGTH, why, guess=not (atom.resized or atom.given))
     shared = Evidence("queries times keys: heads that share keys", location)
@@ -163,8 +163,8 @@ def _name_scores(names: Names, scores: Scores, uses: Uses) -> None:
 def _heads(batch: Iterable[Atom], uses: Uses) -> tuple[list[Atom], bool]:
     """Return the heads among the factors of batch dims, and whether this is a guess.
 
-    A weight sums over heads after attention. If none does, weights are not stacked along heads. A
-    batch dim that is neither is one of several models, or of several stages.
+    A weight sums over heads after attention. If none does, weights are not stacked along heads. Any
+    other batch dim counts several models or several stages.
     """
     heads = [atom for atom in batch if atom.learned and atom.name in ("", *_HEADS)]
     read = [atom for atom in heads if atom in uses.summed]
@@ -186,7 +186,7 @@ def _with_shards(heads: list[Atom], shards: Iterable[tuple[AtomDim, AtomDim]]) -
 def _grouped(heads: list[Atom]) -> tuple[list[Atom], list[Atom]]:
     """Return heads as (kv heads, query heads per kv head).
 
-    The second factor is in fewer parameters, because keys and values do not have it. If there are
+    Fewer parameters have the second factor, because keys and values do not have it. If there are
     not two such factors, return (heads, nothing).
     """
     most = max((len(atom.params) for atom in heads), default=0)
@@ -229,7 +229,7 @@ def _name_values(names: Names, matmul: Matmul, all_scores: Iterable[Scores], use
     contracted = set(_factors(matmul.contracted))
     batch = set(_factors(matmul.batch))
     free = _factors((*matmul.left, *matmul.right))
-    # Without heads, the batch dims alone must tell that these are the scores of that matmul.
+    # Without heads, only the batch dims can tell that these are the scores of that matmul.
     has_heads = any(atom.name in _HEADS for atom in (*batch, *free))
     is_values = any(
         contracted and contracted <= scores.sequence and (has_heads or batch == set(scores.batch))

@@ -73,7 +73,7 @@ class Constrained:
             params, inputs = jax.tree.unflatten(tree, whole)
             return self.forward(params, *inputs)
 
-        # Traced in each call, since the place of a constraint is an index into this very program.
+        # Trace in each call, because the place of a constraint is an index into this trace.
         closed, result = jax.make_jaxpr(run, return_shape=True)(*arrays)
         _compare(tuple(operations(closed.jaxpr)), self.inferred.program)
         constraints = {each.place: each for each in self.inferred.constraints}
@@ -97,7 +97,7 @@ class Constrained:
 
 
 def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
-    """Return a forward function that shards the intermediates that inference named.
+    """Return a forward function that shards the intermediates named by inference.
 
     The source of the model stays as it is. Each call traces `forward`, and passes these
     intermediates to `shard`: residual streams, heads, hidden dims of an MLP, and logits. Those
@@ -138,7 +138,8 @@ def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
 def _compare(program: Sequence[str], inferred: Sequence[str]) -> None:
     """Refuse a program that has other operations than the inferred one.
 
-    The place of a constraint is the index of an equation, so it would be another intermediate.
+    The place of a constraint is the index of an equation, which would be another intermediate
+    there.
     """
     pairs = enumerate(itertools.zip_longest(program, inferred, fillvalue="nothing"))
     for at, (here, there) in pairs:
@@ -207,7 +208,7 @@ def _evaluate(
         inside.setdefault(place[0], {})[place[1:]] = constraint
     for at, equation in numbered(jaxpr):
         values = [read(variable) for variable in equation.invars]
-        # A `reshard` has the index of the equation after it, and that one has the constraint.
+        # A `reshard` has the index of the equation after it. Only that equation has the constraint.
         own = {} if equation.primitive.name == RESHARD else inside.get(at, {})
         # The key () is the result of the equation itself. Longer keys are inside of its jaxpr.
         if own and () not in own:

@@ -30,7 +30,7 @@ from shardwright.vocabulary.axes import (
 )
 from shardwright.vocabulary.merged_dims import axis_text, merged
 
-# What an intermediate is. The first of these axes that it has decides.
+# The kind of an intermediate. The first of these axes that it has decides.
 KINDS: Final = {
     VOCAB: "logits",
     MLP_INTERMEDIATE: "hidden dim of an MLP",
@@ -126,8 +126,8 @@ def _kind(names: list[str], output: Output) -> str:
     """Return what an intermediate is, or nothing if it gets no constraint."""
     own = [name for name in names if name not in (BATCH, EMPTY, *LENGTHS)]
     lengths = [name for name in names if name in LENGTHS]
-    # An annotation has an axis once, and `_constraint` spells all lengths alike. So scores, which
-    # have the lengths of queries and keys, get no constraint.
+    # An annotation may name an axis only once, and `_constraint` gives all lengths one name. So
+    # scores, which have the lengths of queries and keys, get no constraint.
     if names.count(BATCH) > 1 or len(lengths) > 1 or len({*own}) < len(own):
         return ""
     is_sum = output.primitive in _ADDITIONS or output.primitive == "gather"
@@ -175,9 +175,9 @@ def _constraint(output: Output, rows: list[NamedFactors], kind: str) -> Constrai
 def numbered(jaxpr: Any) -> Iterator[tuple[int, Any]]:
     """Yield each equation of a jaxpr with its index, `reshard` aside.
 
-    Under a mesh, JAX adds `reshard` to programs that do not contain it, such as that of
-    `jnp.where(x, 1, y)`. On Auto axes it does nothing. So it must not move the index of another
-    equation. It has the index of the next one.
+    Under a mesh, JAX adds `reshard` to some programs, such as that of `jnp.where(x, 1, y)`. On Auto
+    axes it does nothing. So it must not change the index of another equation, and has the index of
+    the next one.
     """
     at = 0
     for equation in jaxpr.eqns:

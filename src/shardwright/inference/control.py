@@ -114,13 +114,14 @@ def call(step: InferenceStep) -> list[ArrayFacts] | None:
         return None
     (body,) = found
     values = body.of_operands(step.values)
-    # Without a place, nothing inside gets a constraint that `constrained` could not place.
+    # Without a place, nothing inside gets a constraint, because `constrained` could not place it.
     place = step.place if rebuilds(step.equation) else None
     return step.walk(body.jaxpr, values, called_at=step.location.caller, place=place)
 
 
 def _carried(step: InferenceStep, starts: Sequence[ArrayFacts]) -> list[ArrayFacts]:
-    """Return the initial values of carries. Arrays count as depending on all that the loop reads.
+    """Return the initial values of carries. Arrays count as dependent on everything that the loop
+    reads.
 
     The reason is accumulators: they start as zeros, which depend on nothing, and become results of
     the loop. Scalars stay as they are, because they are often counters.

@@ -34,7 +34,7 @@ def new_origin(parents: Sequence[ActivationOrigin], *, is_matmul: bool = False) 
 
 
 def is_residual(first: ActivationOrigin | None, second: ActivationOrigin | None) -> bool:
-    """Tell whether one of two summands is computed from the other, by more than its elements."""
+    """Tell whether one of two summands is computed from the other, not only elementwise."""
     if first is None or second is None or first is second:
         return False
     older, younger = (first, second) if first.depth < second.depth else (second, first)
@@ -43,7 +43,7 @@ def is_residual(first: ActivationOrigin | None, second: ActivationOrigin | None)
         for parent in waiting.pop().parents:
             if parent is older:
                 return True
-            # A parent is less deep than its child, so nothing at this depth or below comes from
+            # A parent is less deep than its child, so no origin of at most this depth comes from
             # `older`.
             if parent.depth > older.depth and parent not in seen:
                 seen.add(parent)
@@ -144,7 +144,7 @@ class Scan:
 
     Attributes:
       dim: The dim that it runs along.
-      is_of_layers: Whether its weights multiply the carry, and this matmul becomes the next carry.
+      is_of_layers: Whether its weights multiply the carry, and the result becomes the next carry.
       is_routed: Whether it also runs over an activation that is computed from parameters.
       location: The equation.
     """
@@ -187,7 +187,7 @@ class AtomConflict:
       params: The affected dims of parameters, as (leaf, dim).
       first: A name, and why.
       second: Another name, and why.
-      meeting: The operation that makes two named dims one, or None if it already was one dim.
+      meeting: The operation that unites two named dims, or None if they already were one dim.
     """
 
     params: frozenset[tuple[int, int]]

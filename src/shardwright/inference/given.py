@@ -22,7 +22,7 @@ from shardwright.vocabulary.axes import canonical_axis
 from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.merged_dims import MergedDim, axis_text
 
-# Arrays that the refusal of a wrong number of seeds lists.
+# How many arrays the error about a wrong number of seeds lists.
 _LISTED: Final = 12
 
 
@@ -119,8 +119,8 @@ class GivenSizes:
                     axis, reason = self._given(whole, atom.size)
                     if axis is None:
                         continue
-                    # `give` names only what has no name, and the caller knows better than a default
-                    # rule.
+                    # `give` names only dims without a name. So drop guesses first: the caller knows
+                    # better.
                     if atom.guess:
                         atom.name, atom.guess = "", False
                     names.give((atom,), axis, Evidence(reason))
@@ -152,7 +152,7 @@ class GivenSizes:
             axis, reason = self._given(place, size)
             if axis is not None and (entry.guess or entry.is_open):
                 entries[at] = Spelled(axis, Evidence(reason))
-            # `spell` may call the given EMBED of a vector NORM, which is no contradiction.
+            # `spell` may rename the EMBED of a vector to NORM. This does not contradict the caller.
             elif place not in (None, entry.axis) and entry.evidence.reason != _BY_PLACE:
                 raise StrategyError(
                     f"sizes names dim {at} {axis_text(place)}, and the program uses it as "

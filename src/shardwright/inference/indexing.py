@@ -25,7 +25,7 @@ def gather(step: InferenceStep) -> list[ArrayFacts]:
         if at not in gone and sizes[at] == step.operand_shapes[0][at]
     ]
     _record_lookup(step, tuple(row))
-    # Rows that the inputs select are no elementwise function of the table.
+    # Rows that the inputs select are not an elementwise function of the table.
     origin = step.new_origin() if index.data else None
     return [step.result(dims, origin=origin)]
 
@@ -38,7 +38,7 @@ def _record_lookup(step: InferenceStep, row: AtomDims) -> None:
     keys = [at for at in numbers.start_index_map if sizes[at] == 1 < step.operand_shapes[0][at]]
     if len(keys) != 1 or not table.learned:
         return
-    # A single index that the model itself writes, as in `w[0]`, is no lookup.
+    # A constant index in the model, as in `w[0]`, is not a lookup.
     if not index.data and not any(map(finest, index.dims)):
         step.facts.rows.append(Use(dim=table.dims[keys[0]], location=step.location))
         return
@@ -94,8 +94,8 @@ def arg_reduction(step: InferenceStep) -> list[ArrayFacts]:
     axes, dims = step.parameters["axes"], step.values[0].dims
     step.facts.largest += [Use(dim=dims[axis], location=step.location) for axis in axes]
     (result,) = elementwise.reduction(step)
-    # An index is neither the carry of a scan nor a matmul of it. Else each codebook of a residual
-    # quantizer, which chooses an index by a matmul, would count as a layer.
+    # An index does not count as made from the carry of a scan. Otherwise each codebook of a
+    # residual quantizer, which chooses an index by a matmul, would count as a layer.
     return [dataclasses.replace(result, loops=frozenset())]
 
 

@@ -228,9 +228,8 @@ def _check_axes(
 def _name_all(
     facts: Facts, params: Sequence[AtomDims], results: Sequence[ArrayFacts], sizes: GivenSizes
 ) -> None:
-    # The first rule that names a dim decides. So the rules whose evidence cannot mean anything else
-    # come first, then those that read the names of the others, then the sizes of the caller, and
-    # the guesses last.
+    # The first rule that names a dim decides. So rules with unambiguous evidence come first. Rules
+    # that read other names follow, then the sizes of the caller, then guesses.
     selected = list(matmuls_of_selected(facts))
     names = Names(facts)
     name_tables(names, results)
@@ -239,7 +238,8 @@ def _name_all(
     name_windows(names)
     name_attention(names)
     name_experts(names)
-    # `name_experts` reads these by itself. For the rules below they are projections like others.
+    # `name_experts` reads these matmuls itself. For the rules below, they are projections like any
+    # other.
     facts.projections += selected
     name_slices(names)
     name_residual(names)
@@ -260,7 +260,7 @@ def _conflicts(found: Iterable[AtomConflict], leaves: Sequence[Any]) -> tuple[Na
     """Return each conflict once, with the first dim of a parameter that it affects."""
     conflicts: dict[Any, NameConflict] = {}
     for each in found:
-        # The parameters are a frozenset. In order, the same conflict is reported in every run.
+        # The parameters are a frozenset. Sorting them reports the same conflict in every run.
         places = sorted(each.params)
         conflict = NameConflict(
             path=path_text(leaves[places[0][0]][0]) if places else "",

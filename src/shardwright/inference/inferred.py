@@ -163,7 +163,8 @@ def _fix(dim: InferredDim, names: Sequence[str]) -> str:
 
     Args:
       dim: The dim.
-      names: The names of all open dims and guesses of its size, which `sizes=` would name alike.
+      names: The names of all open dims and guesses of this size, to all of which `sizes=` would
+        give one name.
     """
     if len(names) > 1:
         return (

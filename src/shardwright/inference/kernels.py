@@ -1,4 +1,4 @@
-"""Kernels of Pallas and of the FFI. The walk enters a function of plain JAX instead of each.
+"""Kernels of Pallas and of the FFI. The walk reads a function of plain JAX in place of each kernel.
 
 The program of a kernel is about blocks of memory, and says nothing about whole arrays.
 """

@@ -60,7 +60,7 @@ def _local(dim: AtomDim, shards: int) -> AtomDim:
     while shards > 1 and factors:
         first = factors[0]
         if shards % first.size == 0:
-            # The shards use up this factor, and may go on in the next one.
+            # The shards take this whole factor, and may continue in the next one.
             first.is_shards = True
             shards //= first.size
             factors = factors[1:]
@@ -88,7 +88,7 @@ def _whole(dim: AtomDim, shards: int) -> AtomDim:
 
 def collective(step: InferenceStep) -> list[ArrayFacts]:
     """Return the operands, because sums over shards and permutations of shards keep all dims."""
-    # A shard of one-hot rows may lack the 1, and a sum over shards may have several.
+    # In a shard, a one-hot row may lack the 1, and in a sum over shards, it may have several.
     return [dataclasses.replace(value, one_hot=None) for value in step.values]
 
 

@@ -32,7 +32,7 @@ def _result(step: InferenceStep, dims: Sequence[AtomDim]) -> ArrayFacts:
     """Return the result of a matmul of the first two operands."""
     left, right = step.values[:2]
     result = step.result(dims, origin=step.new_origin(is_matmul=True))
-    # A matmul of the carry of a scan and of a row of its weights is what a layer computes.
+    # A layer computes a matmul of the carry of a scan and a row of its weights.
     made = {
         (loop, "made")
         for first, second in ((left, right), (right, left))
@@ -71,7 +71,7 @@ def _record(
         )
         step.facts.activations.append(matmul)
         return
-    # The rules read a weight on the right. As `w.T @ x`, it is the left operand.
+    # The rules expect the weight on the right. In `w.T @ x` it is the left operand, so swap them.
     if left.is_weight:
         left, right, free = right, left, (free[1], free[0])
     if not (left.data and right.is_weight):
@@ -95,7 +95,8 @@ def _record(
         contracted=contracted,
         left=free[0],
         right=free[1],
-        # Features that are read beside a table make it less certain that its indices are tokens.
+        # If the model also reads features, it is less certain that the indices of a table are
+        # tokens.
         reads_inputs=not left.learned,
         leaf=right.leaf,
         location=step.location,
@@ -112,7 +113,7 @@ def ragged_dot(step: InferenceStep) -> list[ArrayFacts]:
     (dims,) = step.aligned(known)
     groups = tuple(numbers.rhs_group_dimensions)
     if not groups:
-        # The ragged dim is contracted, as in the gradient of the weights, or a batch dim.
+        # Here the ragged dim is a batch dim, or is contracted, as in the gradient of the weights.
         return step.new_results()
     left_free = _others(left.dims, [*left_sum, *left_batch])
     right_free = _others(right.dims, [*right_sum, *right_batch, *groups])
@@ -137,7 +138,7 @@ def convolution(step: InferenceStep) -> list[ArrayFacts]:
     too.
     """
     numbers, groups = step.parameters["dimension_numbers"], step.parameters["feature_group_count"]
-    # Batch groups are what JAX writes in the gradient of a grouped convolution.
+    # JAX writes batch groups in the gradient of a grouped convolution.
     if step.parameters["batch_group_count"] > 1:
         return step.new_results()
     image, kernel = step.values

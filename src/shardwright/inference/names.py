@@ -23,7 +23,8 @@ from shardwright.vocabulary.axes import (
     QUERY_LENGTH,
 )
 
-# The lengths of the residual, of queries and of keys. Seeds may use any, so rules treat them alike.
+# The lengths of the residual, of queries and of keys. Seeds may use any of them, so rules treat
+# them alike.
 LENGTHS: Final = frozenset({LENGTH, QUERY_LENGTH, KV_LENGTH})
 
 
@@ -44,7 +45,7 @@ class Names:
             another name that is not a guess.
         """
         atoms = finest(dim)
-        # Rules run from the most certain to guesses, so the name that is there is the better one.
+        # Rules run from the most certain to guesses, so the existing name is the better one.
         others = [atom for atom in atoms if atom.name not in ("", axis)]
         if others:
             first = others[0]
@@ -90,8 +91,7 @@ def name_residual(names: Names) -> None:
     links = [atom for atom in outputs if atom in summed and not atom.name]
     streams = [atom for atom in links if atom.residual]
     if streams or links:
-        # A latent or a low rank also links two weights, but few of them. All blocks read the
-        # residual.
+        # A latent or a low rank also links weights, but only a few. All blocks read the residual.
         stream = max(streams or links, key=lambda atom: len(atom.params))
         why = Evidence("the residual stream: most weights read or write it", outputs[stream])
         names.give((stream,), EMBED, why, guess=not streams)
@@ -100,9 +100,9 @@ def name_residual(names: Names) -> None:
 def name_hidden(names: Names) -> None:
     """Name the hidden dims of an MLP.
 
-    A weight makes them from EMBED, an activation function is applied to them, and another weight
-    makes EMBED from them. Softmax is nonlinear along heads too. But a weight after it sums over
-    heads and head dims together, so matmuls that sum over several factors are left out.
+    A weight maps EMBED to them, an activation function is applied to them, and another weight maps
+    them to EMBED. Softmax is nonlinear along heads too. But a weight after it sums over heads and
+    head dims together, so matmuls that sum over several factors are left out.
     """
     projections = names.facts.projections
     outputs = outputs_of([matmul for matmul in projections if _has(matmul.contracted, EMBED)])
@@ -118,11 +118,11 @@ def name_hidden(names: Names) -> None:
 
 
 def guess_links(names: Names) -> None:
-    """Guess the name of each dim that one weight makes and another weight sums over.
+    """Guess the name of each dim that one weight produces and another weight sums over.
 
     The first of these cases that fits decides:
 
-    - Activations are added along the dim, and queries or keys are made from it: EMBED, another
+    - Activations are added along the dim, and queries or keys are computed from it: EMBED, another
       residual stream.
     - An activation function is applied to the dim: MLP_INTERMEDIATE.
     - Activations are added along the dim: EMBED.
@@ -150,7 +150,7 @@ def with_slices(
 ) -> dict[Atom, EquationLocation]:
     """Return the equation of each atom, and the same equation for the slices cut from it."""
     every = dict(outputs)
-    # Slices are in the order of the program, so those of a slice come after it, and one pass is
+    # Slices are in the order of the program: a slice of a slice comes after it, so one pass is
     # enough.
     for dim_slice in slices:
         for atom in finest(dim_slice.whole):

@@ -31,8 +31,8 @@ def broadcast(step: InferenceStep) -> list[ArrayFacts]:
 
 def iota(step: InferenceStep) -> list[ArrayFacts]:
     """Mark the dim that is counted along."""
-    # An iota that is compared with indices makes one-hot rows. One that is an index makes
-    # positions.
+    # An iota that is compared with indices gives one-hot rows. An iota that is used as an index
+    # gives positions.
     at = step.parameters["dimension"]
     return [
         step.result([(Atom(size, counts=at == axis),) for axis, size in enumerate(step.shapes[0])])
@@ -44,7 +44,7 @@ def cut(step: InferenceStep) -> list[ArrayFacts]:
     known, parameters, value = correspondence(step.equation), step.parameters, step.values[0]
     assert known is not None
     rank = range(len(value.dims))
-    # Of a dynamic slice the starts are not known.
+    # The starts of a dynamic slice are not known.
     starts = parameters.get("start_indices", (None,) * len(rank))
     strides = parameters.get("strides") or (1,) * len(rank)
     # The parts of a split follow each other.
@@ -64,7 +64,7 @@ def cut(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def _every(step: InferenceStep, whole: AtomDim, size: int, stride: int) -> AtomDim:
-    """Return the dim that has one of `stride` elements: the major factor of the whole dim."""
+    """Return the dim that keeps one of `stride` elements: the major factor of the whole dim."""
     if size * stride != size_of(finest(whole)):
         return dim_slice(step, whole, size)
     # Interleaved gate and up are a dim (elements, 2), and a stride of 2 takes one row of the 2.
@@ -99,7 +99,7 @@ def dim_slice(step: InferenceStep, whole: AtomDim, size: int, start: int | None 
     # A slice has an atom of its own, because dims are united only if their sizes are equal.
     is_learned, is_data = any(atom.learned for atom in atoms), step.values[0].data
     dim = (Atom(size, whole=whole, learned=is_learned, resized=is_data),)
-    # Only slices with known starts can be put together to a whole, as in `slices._covering`.
+    # Only slices with known starts can be joined to a whole, as in `slices._covering`.
     if start is not None:
         step.facts.slices.append(
             DimSlice(whole=whole, start=start, dim=dim, location=step.location)
@@ -132,10 +132,10 @@ def pool(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def windowed(step: InferenceStep, dim: AtomDim, size: int) -> AtomDim:
-    """Return the dim of windows along a dim. If their number differs, it has the name of a seed.
+    """Return the dim of windows along a dim. If their number differs, only a seed's name is kept.
 
-    Rows of an image are its rows before and after a stride, and the mesh axis of the one fits the
-    other. Other names are found later, so only those of seeds are known here.
+    The rows of an image keep their name and their mesh axis after a stride. Names that do not come
+    from seeds are found later, so they are not known here.
     """
     atoms = finest(dim)
     if size == size_of(atoms):

@@ -36,7 +36,7 @@ def name_slices(names: Names) -> None:
             if len(wholes) == 1 and wholes[0].name in _INHERITED:
                 why = Evidence(f"a slice of {wholes[0].name.strip('_')}", dim_slice.location)
                 names.give(dim_slice.dim, wholes[0].name, why, guess=wholes[0].guess)
-        # A name that was just given may have split a whole, so they are grouped anew.
+        # A new name may have split a whole, so group the slices again.
         by_whole: dict[tuple[Atom, ...], list[DimSlice]] = {}
         for dim_slice in names.facts.slices:
             by_whole.setdefault(tuple(finest(dim_slice.whole)), []).append(dim_slice)
@@ -60,8 +60,8 @@ def _name_whole(names: Names, slices: Sequence[DimSlice]) -> None:
         return
     leads = {part[0][0] for part in factors}
     tails = {part[1:] for part in factors}
-    # Queries, keys and values in one weight, with fewer kv heads, are a row of HEAD and KV_HEAD
-    # with one head dim. It is spelled HEAD.
+    # If one weight holds queries, keys and values, with fewer kv heads, its dim has the heads of
+    # all three with one head dim. It is spelled HEAD.
     if len(tails) != 1 or (len(leads) > 1 and leads != {HEAD, KV_HEAD}):
         why = Evidence("parts of different axes", first.location)
         names.give((atom,), EMPTY, why, guess=True)
@@ -74,7 +74,7 @@ def _name_whole(names: Names, slices: Sequence[DimSlice]) -> None:
     )
     why = Evidence(f"{len(covering)} parts that have this name", first.location)
     rest: list[Atom] = [atom]
-    # The lead has the heads of all parts together. The other factors are those that every part has.
+    # The first factor has the heads of all parts together. Every part has the other factors.
     for size in (sum(part[0][1] for part in factors), *(size for _, size in tail[:-1])):
         last = rest.pop()
         if tail and last.size != size:

@@ -76,7 +76,7 @@ def spell(dims: AtomDims, *, is_router: bool = False) -> list[Spelled]:
     row = [_spell_dim(dim) for dim in dims]
     row = _without_repeats(row)
     axes = [entry.axis for entry in row]
-    # Rules name HEAD_DIM and KV_HEAD_DIM apart, as HEAD and KV_HEAD.
+    # Rules distinguish HEAD_DIM from KV_HEAD_DIM, and HEAD from KV_HEAD.
     if any(KV_HEAD in _members(axis) for axis in axes):
         row = [_renamed(entry, HEAD_DIM, KV_HEAD_DIM) for entry in row]
     others = [axis for axis in axes if axis != LAYERS]
@@ -135,7 +135,7 @@ def _without_repeats(row: Sequence[Spelled]) -> list[Spelled]:
 
     A guess is also replicated beside another axis of tensor parallelism, because every preset
     shards both over `tp`: the classes of an image beside the features of an MLP. A dim whose axis
-    is certain keeps it, or else the first one.
+    is certain keeps it. If no axis is certain, the first dim keeps it.
     """
     seen: set[str] = set()
     entries = list(row)

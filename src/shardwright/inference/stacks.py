@@ -33,8 +33,8 @@ def name_experts(names: Names) -> None:
     """Name the dim along which every expert has weights of its own.
 
     A router chooses along it: by `top_k`, by one-hot rows, by groups of a ragged matmul, or by
-    selecting matrices. A dim that a router chooses along, apart from these weights, is EXPERT too
-    if it has as many elements.
+    selecting matrices. Another dim that a router chooses along is EXPERT too, if it has as many
+    elements.
 
     Without a router, a weight per block of one dim is block-diagonal, such as a gate of RG-LRU or
     xLSTM. Its blocks are guessed to be heads.
@@ -59,8 +59,8 @@ def name_experts(names: Names) -> None:
         (key,) = matmul.batch
         names.give(key, EXPERT, Evidence("matrices are selected by a router", matmul.location))
         experts.append(key)
-    # The dim of the router's scores may never meet that of the weights, as where a scatter sends
-    # the tokens. There the size has to do.
+    # No operation may relate the dim of the router's scores to that of the weights, as when a
+    # scatter sends the tokens. Then compare sizes.
     sizes = {
         size_of(finest(dim)) for dim in experts if all(atom.name == EXPERT for atom in finest(dim))
     }
@@ -87,7 +87,7 @@ def _blocks(dim: AtomDim, matmul: Matmul) -> list[AtomDim]:
 def guess_chosen(names: Names) -> None:
     """Guess the names of other dims that a router chooses along.
 
-    Selected vectors are those of a codebook or of a memory, so their table is named like one of
+    Selected vectors come from a codebook or a memory, so their table is named like a table of
     tokens.
     """
     for lookup in _routed(names.facts):
@@ -106,7 +106,8 @@ def _routed(facts: Facts) -> Iterator[TableLookup]:
 
 
 def matmuls_of_selected(facts: Facts) -> Iterator[Matmul]:
-    """Yield the matmuls of activations with matrices that a router selects, as if with a weight.
+    """Yield the matmuls of activations with matrices that a router selects, written as matmuls with
+    a weight.
 
     The dim of experts is a batch dim, as in a matmul with the weights of all experts.
     """

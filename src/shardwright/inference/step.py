@@ -23,10 +23,10 @@ class ArrayFacts:
       one_hot: The dim along which each row has a single 1, selected by the inputs, or None.
       origin: Where it comes from, if it depends on the inputs.
       inputs: Numbers of the inputs that it depends on.
-      loops: What it is to the scans around it, as (scan, part): a "carry", a row of "scanned"
+      loops: Its part in the scans around it, as (scan, part): a "carry", a row of "scanned"
         weights, or a result "made" from both by a matmul.
       leaf: The number of the parameter, if it is one parameter alone.
-      is_computed: Whether it is the matmul of parameters, such as queries of learned latents.
+      is_computed: Whether it is a matmul of parameters, such as queries of learned latents.
     """
 
     dims: AtomDims
@@ -132,8 +132,7 @@ class InferenceStep:
         for value in others:
             data |= value.data
             if value.learned:
-                # A bias that is added to a weight makes a value of two parameters, which is no
-                # leaf.
+                # The sum of a weight and a bias depends on two parameters, so it is not a leaf.
                 leaf = value.leaf if not learned or leaf == value.leaf else None
                 learned = True
             if value.inputs != inputs:

@@ -19,7 +19,7 @@ _SMALL_TABLE: Final = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """Tables that are looked up by one kind of index: one table, or tables of as many rows.
+    """Tables that are looked up by one kind of index: one table, or tables with equally many rows.
 
     Attributes:
       lookups: The lookups.
@@ -76,9 +76,9 @@ def _name_row(names: Names, lookup: TableLookup, *, guess: bool) -> None:
 def _tables(facts: Facts, results: Sequence[ArrayFacts]) -> list[Tables]:
     """Return the tables that are looked up by the inputs, by kind of index.
 
-    The indices are tokens if the logits count along the table. They also are if they have a length,
-    and the logits are as many as this table alone has rows. Without logits, they are tokens if they
-    have a length and the model reads nothing else.
+    The indices are tokens if the logits count along the table. They also are tokens if they have a
+    length, and only this table has as many rows as there are logits. Without logits, they are
+    tokens if they have a length and the model reads nothing else.
     """
     groups = _grouped(
         lookup for lookup in facts.lookups if not lookup.of_data and lookup.depends_on == "inputs"
@@ -86,7 +86,7 @@ def _tables(facts: Facts, results: Sequence[ArrayFacts]) -> list[Tables]:
     ends = [dim for dim, _ in _ends(facts, results)]
     tied = {atom for dim in ends for atom in finest(dim)}
     summed = summed_over(facts.projections)
-    # A dim that a weight sums over is a residual or a hidden dim, and no logits.
+    # A dim that a weight sums over is a residual or a hidden dim, not logits.
     counts = {
         size_of(finest(dim)) for dim in ends if learned(dim) and summed.isdisjoint(finest(dim))
     }
@@ -155,7 +155,8 @@ def name_logits(names: Names, results: Sequence[ArrayFacts]) -> None:
     """Name VOCAB: the last dim of the first result, and dims that labels select from.
 
     The name is a guess unless a table of tokens has as many rows, because the last dim of a
-    classifier's result is its classes. A sampler chooses among as many tokens by `top_k` or argmax.
+    classifier's result is its classes. A dim of this size along which `top_k` or argmax chooses is
+    VOCAB too, as in a sampler.
     """
     facts = names.facts
     rows = {

@@ -139,12 +139,13 @@ class FactWalker:
 
     def _results(self, step: InferenceStep) -> list[ArrayFacts]:
         if _BACKWARD in _jax.scope(step.equation):
-            # The matmuls of a gradient are not those of a model. The forward pass has all facts.
+            # The matmuls of a gradient do not belong to the model. The forward pass has all facts.
             return step.new_results()
         name = step.equation.primitive.name
         if name in RULES:
             return RULES[name](step)
-        # Before calls: a Pallas kernel has a jaxpr too, but that is about blocks of memory.
+        # Check kernels before calls: a Pallas kernel has a jaxpr too, but it is about blocks of
+        # memory.
         kernel = _jax.kernel_name(step.equation)
         if kernel:
             known, name = self.kernels.walk(step, kernel), f"{name} {kernel}"
@@ -156,7 +157,7 @@ class FactWalker:
                 known = elementwise.elementwise(step)
         if known is not None:
             return known
-        # A scalar has no dims, so nothing is lost.
+        # A scalar has no dims, so no fact is lost.
         if any(step.shapes):
             reason = "its results have new dims"
             self.facts.unknown.setdefault(name, Evidence(reason, step.location))

@@ -11,5 +11,5 @@ bridges, which share their verbs, as far as a library gives them:
 - `place(model, pm)`: the model, sharded;
 - `to_strategy(config)`: the strategy of the library's own rules, and the axis of each name.
 
-Beside them, a bridge has what only its library has, such as `rules`, `bound` or `load`.
+A bridge may also have functions that only its library needs, such as `rules`, `bound` or `load`.
 """

@@ -88,7 +88,7 @@ def infer(
     """
     equinox = library("equinox")
     values = arrays(model)
-    # Functions and sizes are not traced: they join the arrays again inside the trace.
+    # Functions and sizes are not traced, so join them with the arrays again inside the trace.
     rest = equinox.filter(model, _is_array, inverse=True)
 
     def forward(values: Any, *inputs: Any) -> Any:
@@ -100,7 +100,7 @@ def infer(
 
 
 def place(model: Any, pm: "PartitionManager", annotations: Any) -> Any:
-    """Return a model with its arrays placed as parameters. What is not an array stays as it is.
+    """Return a model with its arrays placed as parameters. Other leaves stay as they are.
 
     Args:
       model: A tree of equinox.

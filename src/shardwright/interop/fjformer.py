@@ -77,7 +77,7 @@ def _names(specs: Any) -> Iterable[str]:
             yield from _names(entry)
     elif isinstance(specs, PartitionSpec | NamedSharding):
         yield from _names((specs.spec if isinstance(specs, NamedSharding) else specs).partitions)
-    # A leaf is no spec. Any other container, such as a dataclass, is flattened by JAX below.
+    # A leaf is not a spec. JAX flattens any other container, such as a dataclass, below.
     elif jax.tree_util.all_leaves([specs]):
         raise StrategyError(
             f"{specs!r} of type {type(specs).__name__} is not a spec",
@@ -220,7 +220,7 @@ def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Pro
     """Return the spec of a matched rule, or append the problems."""
     if not isinstance(matched, PartitionSpec):
         manager = context.require("match_partition_rules with semantic axes", method=False)
-        # `explain` and not `resolve`, so that the problems of all leaves are in one error.
+        # Call `explain` and not `resolve`, so that one error has the problems of all leaves.
         resolution = manager.explain(matched, role="param", shape=shape, path=path)
         problems += resolution.problems
         return resolution.spec
@@ -276,7 +276,7 @@ Cast = Callable[[Any], Any]
 def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
     """Return the cast of each leaf, from None, one float dtype or a tree of dtypes."""
     if dtype_specs is None:
-        # A function for each leaf, since fjformer returns trees of functions.
+        # Make a function for each leaf, because fjformer returns trees of functions.
         return [_as_array] * structure.num_leaves
     if isinstance(dtype_specs, _DTYPES):
         dtype_of_all = _read_dtype(dtype_specs)
@@ -297,13 +297,13 @@ def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
     return [functools.partial(_cast, dtype=dtype) for dtype in dtypes]
 
 
-# What names a dtype. Everything else in a tree of dtypes has one.
+# Types of leaves that name a dtype. All other leaves of a tree of dtypes have a dtype.
 _DTYPES = (str, type, np.dtype)
 
 
 def _read_dtype(value: Any) -> Any:
     dtype = jax.numpy.dtype(value) if isinstance(value, _DTYPES) else value.dtype
-    # NumPy would cast to 64 bits, and JAX would then place 32 without a message.
+    # NumPy would cast to 64 bits, and JAX would then place 32 bits without a message.
     if isinstance(dtype, np.dtype) and (own := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
         raise StrategyError(
             f"dtype_specs has {dtype}, but JAX uses {own} while jax_enable_x64 is off",
@@ -364,7 +364,7 @@ def _to_host(cast: Cast, x: Any) -> np.ndarray:
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         from jax.experimental import multihost_utils
 
-        # Tiled: the result has the global shape, without a leading axis of processes.
+        # Gather tiled: the result has the global shape, without a leading axis of processes.
         x = multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
 
@@ -485,7 +485,7 @@ def wrap_function_with_rng(rng: Any) -> Callable[[Callable[..., Any]], Callable[
     def next_key() -> Any:
         nonlocal stored
         with lock:
-            # Inside a trace this gives tracers, even of a key that is a constant of the trace.
+            # Inside a trace this returns tracers, even if the key is a constant of the trace.
             following, key = jax.random.split(stored)
             if isinstance(following, jax.core.Tracer) and not isinstance(stored, jax.core.Tracer):
                 raise StrategyError(
@@ -532,7 +532,8 @@ def get_metrics(metrics: Any, unreplicate: bool = False, stack: bool = False) ->
     values = jax.device_get(metrics)
     if stack:
         return jax.tree.map(lambda *steps: np.stack(steps), *values)
-    # `item` refuses arrays of several elements, and `float` what is complex or not a number.
+    # `item` refuses arrays of several elements. `float` refuses complex values, and values that are
+    # not numbers.
     items = {name: np.asarray(value).item() for name, value in values.items()}
     for name, item in items.items():
         if isinstance(item, str | bytes):

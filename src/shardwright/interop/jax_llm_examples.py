@@ -58,7 +58,7 @@ _HIDDEN = (
     *("moe_e_up_ffw", "moe_e_down_ffw", "moe_s_up_ffw", "moe_s_down_ffw"),
 )
 
-# The axis and role of each name. Latent dims and the dims of Mamba have no axis here.
+# The axis and role of each name. Latent dims and the dims of Mamba have no axis.
 NAMES: Names = MappingProxyType(
     {
         "batch": (BATCH, Role.ACTIVATION),
@@ -98,7 +98,7 @@ def to_strategy(
       MissingMeshAxisError: Rules name mesh axes that the mesh lacks; all are reported at once.
     """
     pairs = [(field.name, _value(rules, field)) for field in _fields(rules)]
-    # The class itself stands for its defaults.
+    # The class itself means its defaults.
     kind = rules if isinstance(rules, type) else type(rules)
     places = [f"{kind.__name__}.{name}" for name, _ in pairs]
     ruled = {name for name, _ in pairs}
@@ -149,8 +149,8 @@ def annotate(tree: Any, names: Names = NAMES) -> Any:
     """Return a tree of `ArraySpec`s: shape, dtype, axes and initializer of each `ArrayInfo`.
 
     `pm.shardings`, `pm.abstract` and `pm.init` take the result as it is. As in JAX, the last dims
-    are replicated if an array has too few names. The dims of a name that an array has twice are
-    replicated: JAX would refuse any other rule of such a name.
+    are replicated if an array has too few names. If an array has one name twice, these dims are
+    replicated, because JAX would refuse any other rule for that name.
 
     Args:
       tree: What `abstract(cfg)` returns in a model.

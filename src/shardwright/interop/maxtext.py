@@ -1,7 +1,7 @@
 """Configurations of MaxText: `base.yml`, overrides and mesh become a strategy.
 
 MaxText need not be installed. Files are read with PyYAML (the extra `maxtext`); a mapping needs
-nothing. Keys that have nothing to do with sharding are ignored.
+nothing. Keys that do not concern sharding are ignored.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ DIFFUSION_NAMES: Names = {
     "conv_out": ("CHANNEL_OUT", "param"),
 }
 
-# The mesh axes of MaxText. Its rules may name those that a mesh lacks: they count as size 1.
+# The mesh axes of MaxText. Rules may name mesh axes that a mesh lacks. These count as size 1.
 _MESH_AXES = (
     *("attn_dp", "attn_dp_expert", "autoregressive", "context", "context_autoregressive"),
     *("context_usp_ulysses", "data", "diloco", "expert", "fsdp", "fsdp_transpose", "model"),
@@ -125,8 +125,8 @@ def to_strategy(
     `override_logical_axis_rules`, they replace all rules. Finally, the file of
     `custom_mesh_and_rule` replaces mesh and rules. Each file is searched for beside the
     configuration and in the folders above. Names that MaxText uses in one mode only become rules of
-    that mode. A mesh axis of MaxText that a rule names and the mesh lacks gets size 1. A key of our
-    own, `replicated`, lists names that no rule mentions.
+    that mode. A mesh axis of MaxText that a rule names and the mesh lacks gets size 1. The
+    additional key `replicated` lists names that no rule mentions.
 
     Args:
       config: Path of a YAML file, or its content.
@@ -261,7 +261,7 @@ def _read_with_bases(path: Path) -> _MaxTextConfig:
             names = " -> ".join(each.name for each in [*chain, base])
             raise StrategyError(f"base_config forms a cycle: {names}", fix="remove one of them")
         chain.append(base.resolve())
-        # The oldest base is read last, and applied first.
+        # The base of all bases is read last, and applied first.
         layers.insert(0, _read(base))
     values: dict[str, Any] = {}
     places: tuple[str, ...] = ()
@@ -280,7 +280,7 @@ def _over(base: _MaxTextConfig, layer: _MaxTextConfig) -> _MaxTextConfig:
     own = list(zip(layer.rules, layer.places, strict=True))
     if layer.values.get(_OVERRIDE):
         rules = []
-    # MaxText drops all rules of a name, of which the base may have several.
+    # MaxText drops all rules of a name. The base may have several.
     replaced = {_name(rule) for rule, _ in own}
     merged = [pair for pair in rules if _name(pair[0]) not in replaced] + own
     values = {**base.values, **layer.values, _RULES: [rule for rule, _ in merged]}
@@ -300,7 +300,7 @@ def _find(name: str, folder: Path | None) -> Path | None:
 
 
 def _axes(*layers: Mapping[str, Any]) -> list[str]:
-    """Return the mesh axes of the last layer that has some."""
+    """Return the mesh axes of the last file that names some."""
     written = [layer["mesh_axes"] for layer in layers if "mesh_axes" in layer]
     is_list = bool(written) and isinstance(written[-1], (list, tuple))
     return [str(axis) for axis in written[-1]] if is_list else []
@@ -359,7 +359,8 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
 def _absent(merged: _MaxTextConfig, mesh: Mapping[str, int], notes: list[str]) -> dict[str, int]:
     """Return the mesh axes of MaxText that rules name and the mesh lacks, with size 1.
 
-    MaxText lets a rule take such an axis, so that a later dim cannot, and then leaves it out.
+    In MaxText, a dim can take such an axis, so that a later dim cannot. The spec then leaves it
+    out.
     """
     written = [rule[1] for rule in merged.rules if _name(rule)]
     # A value that is not the name of a mesh axis is reported later.

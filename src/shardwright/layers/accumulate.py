@@ -62,8 +62,8 @@ class Accumulated:
       weight: Sum of the weights.
       grads: Sum of the gradients of the totals / sum of the weights, sharded as the parameters are
         stored, in their dtype.
-      sent: The gradient of `channel` by the totals, with a leading dim of the microbatches; None
-        without a channel.
+      sent: The gradient of the totals with respect to `channel`, with a leading dim of the
+        microbatches; None without a channel.
       seen: What the loss returned beside its value, with a leading dim of the microbatches.
     """
 
@@ -85,10 +85,10 @@ def accumulate(
 ) -> Callable[..., Accumulated]:
     """Return a function of (params, batch, channel, *, key) that runs a loss on n microbatches.
 
-    Each device adds the gradients of its microbatches, in float32 at least. Gradients of a weight
-    that the mesh axes of BATCH replicate are summed over these axes once, after the last
-    microbatch. A weight of W bytes that FSDP stores over F devices is gathered and its gradient is
-    scattered. Each device
+    Each device adds the gradients of its microbatches, in float32 at least. If a weight is
+    replicated over the mesh axes of BATCH, its gradients are summed over these axes once, after the
+    last microbatch. If FSDP stores a weight of W bytes over F devices, the weight is gathered and
+    its gradient is scattered. Each device
 
     - with `gather="each"` sends about 3 n W bytes, and holds W / F of weights and as many elements
       of sums. The loss gathers each weight where it uses it.
@@ -97,9 +97,9 @@ def accumulate(
 
     Mesh axes that BATCH is not sharded over, such as tp and sp, work as without accumulation: over
     sp, each microbatch sums its gradients. This sum too comes once, after the last microbatch, if
-    all mesh axes are Explicit, and weights are gathered once or not stored in shards. Weights are
-    then `reduced` in their types, which JAX takes in matmuls and in layers. The loss sees whole
-    microbatches there, with one key for each. Microbatch i has the i-th part of the examples of
+    all mesh axes are Explicit, and weights are gathered once or not stored in shards. The types of
+    the weights are then `reduced`, which JAX accepts in matmuls and in layers. The loss then sees
+    whole microbatches, with one key for each. Microbatch i has the i-th part of the examples of
     each device.
 
     Args:
@@ -111,7 +111,7 @@ def accumulate(
       specs: The `ArraySpec`s of the parameters.
       mean_over: "examples" if the loss returns (mean, seen), where the mean is a scalar that counts
         every example the same. Defaults to none: the loss returns a `Weighted`.
-      gather: When FSDP gathers weights, "each" time that the loss does or "once".
+      gather: When FSDP gathers weights: "each" time that the loss gathers them, or "once".
       trainable: Function of the path of a parameter, such as `lambda path: "lora" in path`. The
         others are not differentiated, and their gradients are None. Defaults to all.
 
@@ -166,7 +166,7 @@ def accumulate(
         pairs, _ = jax.tree_util.tree_flatten_with_path(params)
         paths = [path_text(path) for path, _ in pairs]
         for path, (_, leaf) in zip(paths, pairs, strict=True):
-            # Its gradients arrive on the host, where nothing can be added.
+            # Its gradients arrive on the host, where they cannot be added.
             if in_host_memory(leaf):
                 raise LayerError(
                     "the parameter is in host memory, and gradients are accumulated on the device",
@@ -266,7 +266,7 @@ class _AccumulationStep:
     def _by_types(
         self, manager: PartitionManager, params: Any, batch: Any, channel: Any, key: Any
     ) -> Any:
-        """Do what `_scan` does, on global arrays: the types of the weights defer the sums."""
+        """Run `_scan` on global arrays: the types of the weights defer the sums."""
         shards = math.prod(manager.sizes[axis] for axis in self.axes)
         step = dataclasses.replace(self, axes=(), examples=self.examples * shards)
         params = manager.shard(params, self.specs, role="param")
@@ -285,9 +285,9 @@ class _AccumulationStep:
         raise refusals[0]
 
     def _refused(self, *given: Any) -> str | None:
-        """Return the path of a weight that JAX refuses as a reduced one, or None."""
+        """Return the path of a weight that JAX refuses if its type is reduced, or None."""
         paths = [path for path, trained in zip(self.paths, self.trained, strict=True) if trained]
-        for path in ("", *paths):  # first no weight at all
+        for path in ("", *paths):  # first with no weight reduced
             step = dataclasses.replace(self, only=path)
             try:
                 jax.eval_shape(step._scan, *given)
@@ -298,7 +298,7 @@ class _AccumulationStep:
     def _on_shards(
         self, manager: PartitionManager, params: Any, batch: Any, channel: Any, key: Any
     ) -> Any:
-        """Do what `_scan` does, on the shards of the examples, and sum over them once."""
+        """Run `_scan` on the shards of the examples, and sum over the shards once."""
         specs = [each.spec for each in jax.tree.leaves(manager.shardings(params, self.specs))]
         stored = [_part(spec, self.axes) for spec in specs]
         grads = [spec for spec, trained in zip(stored, self.trained, strict=True) if trained]
@@ -330,12 +330,12 @@ class _AccumulationStep:
         rest = tuple(axis for axis in explicit if axis not in self.axes)
         f: Any = on_shard
         if rest:
-            # JAX 0.10 gathers what enters and leaves a `shard_map` over its other axes if these are
-            # Explicit. So they are Auto outside of it, and Explicit again inside.
+            # JAX 0.10 gathers the arguments and results of a `shard_map` over its other axes if
+            # these are Explicit. So they are Auto outside of it, and Explicit again inside.
             own = jax.tree.map(lambda leaf: _part(jax.typeof(leaf).sharding.spec, rest), batch)
             kept = [_part(spec, rest) for spec in specs]
             f = jax.sharding.explicit_axes(f, axes=rest, in_sharding=(kept, own, whole, whole))
-        # What leaves is a sum or a maximum over the devices, or the shard of a sum.
+        # Each result is a sum or a maximum over the devices, or a shard of a sum.
         f = jax.shard_map(
             f,
             # A nested `shard_map` takes the mesh of the surrounding one.
@@ -361,7 +361,7 @@ class _AccumulationStep:
         weights, inner = params, self.manager
         if self.once and self.manager is not None:
             weights = self.manager.gather(params, self.specs, path="")
-            # Weights that are gathered already have the specs of activations.
+            # Gathered weights have the specs of activations.
             rules = self.manager.rules
             policy = dataclasses.replace(rules.policy, gather=(), largest_dim=None)
             used = dataclasses.replace(rules, params=rules.activations, policy=policy)
@@ -434,15 +434,15 @@ class _AccumulationStep:
         """Return a key for each microbatch of this device."""
         if key is None:
             return None
-        # Device d has the numbers from d * n on, so no two microbatches of the step fold in the
-        # same one.
+        # Device d folds in the numbers from d * n on, so no two microbatches of a step have one
+        # key.
         first = jax.lax.axis_index(self.axes) * self.n if self.axes else 0
         return jax.vmap(functools.partial(jax.random.fold_in, key))(first + jnp.arange(self.n))
 
     def _add(self, weights: Any, sums: Any, microbatch: Any) -> tuple[Any, Any]:
         """Add the loss and the gradients of one microbatch."""
         # Gradients are those of the total: the sum of the weights is known only after the last
-        # microbatch. So they, and the fp8 scales, do not depend on the mesh or on n.
+        # microbatch. So the gradients and the fp8 scales do not depend on the mesh or on n.
         differentiated = jax.value_and_grad(self._total, (0, 3), has_aux=True)
         if not self.once and not self.deferred:
             # Otherwise XLA gathers the weights before the loop, and holds all of them.
@@ -494,7 +494,7 @@ def _shape_text(value: Any) -> str:
 
 
 def _zeros(weight: Any) -> Any:
-    """Return zeros that gradients are added to; bfloat16 would lose those of later microbatches."""
+    """Return zeros to add gradients to. In bfloat16, those of later microbatches would be lost."""
     # The accumulator has the varying mesh axes of the weight, since a scan's carry cannot change
     # its type.
     zeros = jnp.zeros_like(weight, dtype=jnp.promote_types(weight.dtype, jnp.float32))
@@ -564,7 +564,7 @@ def _check_loss(loss: Callable[..., Any], *, with_key: bool) -> None:
 
 
 def _part(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """Return a spec with some of its mesh axes only."""
+    """Return a spec with only some of its mesh axes."""
     entries = [entry_names(entry) for entry in spec.partitions]
     return canonical_spec([entry_of(tuple(a for a in entry if a in axes)) for entry in entries])
 

@@ -190,7 +190,7 @@ def specs(config: AttentionConfig) -> dict[str, Any]:
     embed = [(EMBED, config.embed)]
     heads = [(HEAD, config.heads), (HEAD_DIM, config.size)]
     rows = [(KV_HEAD, config.key_heads), (KV_HEAD_DIM, config.size)]
-    # The projections are apart, not one fused kernel: kv heads may be sharded over other mesh axes
+    # The projections are separate kernels, because kv heads may be sharded over other mesh axes
     # than query heads.
     tree: dict[str, Any] = {
         "query": projection.specs(embed, heads, **options),
@@ -218,7 +218,7 @@ def init_scaling(config: AttentionConfig, *, layers: int | None = None) -> dict[
     """
     if not isinstance(config.recipe, fp8.DelayedScaling):
         return None
-    # One input is quantized once for all kernels that it meets, so scalings go by inputs.
+    # An input is quantized once for all its kernels, so there is one scaling per input.
     groups = {"qkv": ("query", "key", "value"), "out": ("out",)}
     return {group: fp8.init(config.recipe, names, layers=layers) for group, names in groups.items()}
 
@@ -263,7 +263,7 @@ def apply(
     and the cache keeps its length.
 
     With `encoded`, this is cross-attention: keys and values are projected from `encoded`, which is
-    not normalized, and every token of `x` sees all of its rows.
+    not normalized, and every token of `x` sees all rows of `encoded`.
 
     Args:
       config: Sizes and options. For cross-attention, without causality, window and rotation.
@@ -427,8 +427,8 @@ def _attend_to_cache(
         softcap=config.softcap,
         scale=config.scale,
     )
-    # A tracer has no value, and shards of other processes cannot be read. Then the cache drops the
-    # tokens.
+    # A tracer has no value, and shards of other processes cannot be read. In both cases the cache
+    # drops the tokens.
     refused = result.change.refused
     if not isinstance(refused, jax.core.Tracer) and refused.is_fully_addressable:
         result.change.check(fix="create the cache with a larger capacity=, or free the slot first")
@@ -473,7 +473,7 @@ def theta_rule(name: str, theta: Any, head_dim: int) -> tuple[object, str, str, 
 
 
 def check_cross(config: AttentionConfig, path: str) -> None:
-    """Check that a config is one of cross-attention.
+    """Check that a config can be used for cross-attention.
 
     Raises:
       LayerError: It compares positions of different sequences, or has delayed scaling.

@@ -54,7 +54,7 @@ def closed_over_keys(function: Callable[..., Any]) -> list[str]:
 def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of a function's closure, and of the globals that it reads.
 
-    `inspect.getclosurevars` would also take attributes for globals of the same name.
+    `inspect.getclosurevars` would also report globals that have the name of an attribute.
     """
     code, cells = function.__code__, function.__closure__ or ()
     for name, cell in zip(code.co_freevars, cells, strict=True):

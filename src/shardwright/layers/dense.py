@@ -82,8 +82,9 @@ def dense(
       kernel: `[*inputs, *outputs]`, already gathered.
       bias: `[*outputs]`. Defaults to none.
       out: Annotation of the result, `[..., *outputs]`. Without one, the compiler decides how the
-        result is sharded over Auto mesh axes. Over Explicit ones, its dims stay sharded as those of
-        the operands; kernel and bias are gathered over the mesh axes that shard other dims of `x`.
+        result is sharded over Auto mesh axes. Over Explicit mesh axes, the dims of the result stay
+        sharded as in the operands; kernel and bias are gathered over the mesh axes that shard other
+        dims of `x`.
       contract: Number of dims that are contracted.
       mode: Runtime mode. Defaults to the manager's.
       dtype: Dtype of the operands and the result. Defaults to that of `x`.
@@ -135,7 +136,7 @@ def _matmul(x: Any, kernel: Any, contract: int) -> Any:
     rank = x.ndim
     dims = (tuple(range(rank - contract, rank)), tuple(range(contract)))
     left, right = jax.typeof(x).sharding, jax.typeof(kernel).sharding
-    # The type of an array without a sharding has an empty mesh, such as that of a constant.
+    # The type of an array without a sharding, such as a constant, has an empty mesh.
     mesh = right.mesh if left.mesh.empty else left.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return jax.lax.dot_general(x, kernel, (dims, ((), ())))
@@ -151,7 +152,7 @@ def _matmul(x: Any, kernel: Any, contract: int) -> Any:
 def entries_of_matmul(
     x: Sequence[Any], kernel: Sequence[Any], contract: int
 ) -> tuple[list[Any], list[Any]]:
-    """Return the specs of the gathered kernel and of the result, where no annotation says them.
+    """Return the specs of the gathered kernel and of the result, if they have no annotation.
 
     A dim of the result stays sharded as that of its operand. The kernel is gathered over the mesh
     axes that shard other dims of `x`.

@@ -62,7 +62,7 @@ def apply(
     tokens = read_array("tokens", tokens, "[batch, length]", integers=True)
     read_value("dtypes", dtypes, DTYPES, error=LayerError)
     if tokens.dtype.itemsize < 4:
-        tokens = tokens.astype(jnp.int32)  # 256 rows compared with uint8 tokens would be 0 rows
+        tokens = tokens.astype(jnp.int32)  # as uint8, a size of 256 would become 0
     vocab = table.shape[0]
     table = use(table, (VOCAB, EMBED), path=path).astype(dtypes.compute)
     check_vocabulary(table, (VOCAB, EMBED), tokens, name="table", path=path)
@@ -107,8 +107,8 @@ def _lookup(table: Any, tokens: Any, names: tuple[str, ...]) -> Any:
     # The shards of the vocabulary follow each other in the order of `names`, the first one major.
     local = tokens - jax.lax.axis_index(names) * rows if names else tokens
     is_here = (local >= 0) & (local < rows)
-    # Row 0 stands in for tokens of other shards, so all indices are in bounds. The select below
-    # makes its result 0, and its gradient too.
+    # Tokens of other shards read row 0, so all indices are in bounds. The select below sets their
+    # result to 0, and so the gradient.
     found = table.at[jnp.where(is_here, local, 0)].get(mode="promise_in_bounds")
     found = jnp.where(is_here[..., None], found, jnp.zeros((), found.dtype))
     # One shard has the row of a token and the others add 0, so the sum is exact in every dtype.

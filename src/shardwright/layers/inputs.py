@@ -30,8 +30,8 @@ _UNKNOWN_FIX: Final = (
 def check_params(specs: Any, params: Any, *, path: str | None, create: str) -> None:
     """Check that parameters have the names and the shapes of their specs.
 
-    A shard that a `shard_map` has split by the rules of the manager may have any shape. Without a
-    manager nothing is gathered, so the shapes must be whole.
+    Inside a `shard_map` that splits by the rules of the manager, a shard may have any shape.
+    Without a manager nothing is gathered, so the shapes must be whole.
 
     Args:
       specs: Tree of `ArraySpec`s. The nodes are dicts.
@@ -61,7 +61,7 @@ def check_names(names: tuple[str, ...], params: Any, *, create: str) -> None:
     """Check that a node of parameters has these names and no others.
 
     Raises:
-      LayerError: It does not. The error lists all names that are missing or unknown.
+      LayerError: Names are missing or unknown. The error lists all of them.
     """
     check_params(dict.fromkeys(names), params, path=None, create=create)
 
@@ -69,7 +69,7 @@ def check_names(names: tuple[str, ...], params: Any, *, create: str) -> None:
 def _problems(
     specs: Any, params: Any, parents: tuple[str, ...], path: str | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with a tree, and the fix if that is not to create the tree again."""
+    """Yield each problem of a tree, and its fix if the fix is not to create the tree again."""
     if not isinstance(params, Mapping):
         where = f"parameter {'/'.join(parents)} is" if parents else "the parameters are"
         yield (

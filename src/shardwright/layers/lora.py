@@ -102,6 +102,6 @@ def apply(
             fix=f"pass a of shape (..., {config.rank}) and b of shape ({config.rank}, ...)",
         )
     low = dense.dense(x, params["a"], out=inner, contract=contract, dtype=dtype)
-    # Two small matmuls instead of one with A B, which would be as large as the kernel.
+    # Run two small matmuls, because A B would be as large as the kernel.
     y: jax.Array = dense.dense(low, params["b"], out=out)
     return y * jnp.asarray(config.scale, y.dtype)

@@ -58,7 +58,7 @@ class Loss:
 
     @property
     def weighted(self) -> Weighted:
-        """The sum that `mean` divides, with the number of tokens as its weight."""
+        """The sum of which `mean` is the average, with the number of tokens as its weight."""
         return Weighted(self.mean * self.tokens, self.tokens)
 
 
@@ -143,8 +143,8 @@ def cross_entropy(
         yet, a larger label is not refused: it counts as a token whose logit is 0.
       tied: Whether `head` is the embedding table.
       chunks: Number of parts. It must divide the length, or if the length is sharded, the length of
-        a shard. Where devices hold different sequences, each part sums the gradient of `head` over
-        them, so n parts send n times as much for it.
+        a shard. If devices hold different sequences, each part sums the gradient of `head` over the
+        devices, so n parts send n times the bytes.
       z_loss: Factor of the mean squared logsumexp (PaLM, arXiv:2204.02311, section 5).
       softcap: As in `logits`.
       vocab: As in `logits`. The rows of padding take no part in the loss, and get no gradient.
@@ -188,7 +188,7 @@ def cross_entropy(
         entropy, square, count = sums(x, labels)
     else:
         entropy, square, count = _by_chunks(sums, x, labels, weight, chunks)
-    # Where all tokens are ignored, the loss is 0 and not 0 / 0.
+    # If all tokens are ignored, the loss is 0 and not 0 / 0.
     tokens = jnp.maximum(count, 1).astype(jnp.float32)
     entropy = entropy / tokens
     # Without the branch, a loss without z-loss would still compute it.
@@ -203,7 +203,7 @@ def _read_operands(x: Any, head: Any, tied: bool) -> tuple[jax.Array, jax.Array]
 
 
 def _use_head(x: Any, head: Any, tied: bool, path: str | None) -> Any:
-    """Gather the head. Inside a `shard_map`, only then it has the size EMBED.
+    """Gather the head. Inside a `shard_map`, it has the size EMBED only after the gather.
 
     Raises:
       LayerError: A `shard_map` has split EMBED.
@@ -225,13 +225,13 @@ def _use_head(x: Any, head: Any, tied: bool, path: str | None) -> Any:
 def _logits(
     x: Any, weight: Any, tied: bool, cap: float | None, vocab: int | None = None
 ) -> jax.Array:
-    # In float32, the rule below is that of JAX.
+    # In float32, the rule below equals JAX's rule.
     values = (_einsum if x.dtype == jnp.float32 else _matmul)(x, weight, tied)
     if cap is not None:
         values = cap * jnp.tanh(values / cap)
     if vocab is None:
         return values
-    # After the softcap, whose tanh would turn -inf into -c.
+    # Hide them after the softcap, whose tanh would turn -inf into -c.
     number = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2)
     return jnp.where(number < vocab, values, -jnp.inf)
 
@@ -243,7 +243,7 @@ def _matmul(x: Any, weight: Any, tied: bool) -> jax.Array:
 
 @functools.partial(_matmul.defjvp, symbolic_zeros=True)
 def _matmul_jvp(tied: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """Round the cotangent of the logits to the dtype of the operands, in the transpose of this.
+    """Round the cotangent of the logits to the dtype of the operands, when this rule is transposed.
 
     JAX's own rule multiplies a float32 cotangent with both operands. On a GPU these are matmuls of
     float32, at half the speed and less, and the cotangent takes twice the memory.
@@ -259,7 +259,7 @@ def _matmul_jvp(tied: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax
 
 
 def _einsum(x: Any, weight: Any, tied: bool, *, dtype: Any = jnp.float32) -> jax.Array:
-    # The loss is a logsumexp minus a logit, and bfloat16 has two or three digits of each.
+    # The loss is a logsumexp minus a logit. In bfloat16, each would have two or three digits.
     values: jax.Array = einsum(
         "ble,ve->blv" if tied else "ble,ev->blv",
         x,
@@ -294,11 +294,10 @@ def _by_chunks(sums: Any, x: Any, labels: Any, weight: Any, chunks: int) -> Any:
     x = x.reshape(batch, length // chunks, chunks, embed)
     labels = labels.reshape(batch, length // chunks, chunks)
 
-    # Without it, the scan would keep the logits of every chunk for the backward pass.
+    # Without `jax.checkpoint`, the scan would keep the logits of every chunk for the backward pass.
     @jax.checkpoint
     def step(carry: Any, at: Any) -> tuple[Any, None]:
-        # As `xs` of the scan, the chunks would have to be in dim 0, and x would be copied in that
-        # order.
+        # The scan would take chunks as `xs` only along dim 0, and x would be copied in that order.
         part = sums(
             jax.lax.dynamic_index_in_dim(x, at, 2, keepdims=False),
             jax.lax.dynamic_index_in_dim(labels, at, 2, keepdims=False),
@@ -307,7 +306,7 @@ def _by_chunks(sums: Any, x: Any, labels: Any, weight: Any, chunks: int) -> Any:
 
     zero = jnp.zeros((), jnp.float32)
     zeros = zero, zero, jnp.zeros((), jnp.int32)
-    # Inside shard_map, the sums of a shard differ from those of others, from the start.
+    # Inside shard_map, the sums vary over the shards, so the carry must do so from the start.
     start = tuple(_jax.vary_together([*zeros, x, labels, weight])[:3])
     return jax.lax.scan(step, start, jnp.arange(chunks))[0]
 
@@ -326,7 +325,7 @@ def _check_padding(weight: Any, tied: bool, vocab: Any) -> None:
 
 
 def _check_labels_in(labels: Any, vocab: int, ignore: int) -> None:
-    """Check labels that have values against the vocabulary, without a part in the program."""
+    """Check labels against the vocabulary if they have values. This adds nothing to the program."""
     read_integer("ignore", ignore, error=LayerError, least=-(2**31), fix="pass ignore=-100")
     values = as_concrete(labels)
     if values is None or not values.size:

@@ -1,4 +1,4 @@
-"""Cut a batch into the microbatches of a pipeline, so that each stage has whole ones."""
+"""Cut a batch into the microbatches of a pipeline, so that each stage has whole microbatches."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from shardwright.vocabulary.axes import BATCH
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatches:
-    """How the rows of a batch are dealt to microbatches.
+    """How the rows of a batch are divided into microbatches.
 
-    A batch of B rows is sharded over mesh axes before pp, pp, and mesh axes after it. With a shards
-    before and c after, S stages and m = S q microbatches, row numbers are
+    A batch of B rows is sharded over mesh axes before pp, over pp, and over mesh axes after pp.
+    With a shards over the axes before, c shards over the axes after, S stages and m = S q
+    microbatches, row numbers are
 
         [B] = [a, S, c, q, k],  and microbatch s q + j has the rows [:, s, :, j, :]
 
@@ -54,7 +55,8 @@ class Microbatches:
     def split(self, x: Any) -> Any:
         """Return [S, q, rows of a microbatch, ...] of an array [B, ...].
 
-        An array that is the same for all rows, `[1, ...]` or a scalar, is one of each microbatch.
+        An array that is the same for all rows, `[1, ...]` or a scalar, is repeated for each
+        microbatch.
         """
         if x.shape[:1] != (self.batch,):
             return jnp.broadcast_to(x, (self.stages, self.count // self.stages, *x.shape))
@@ -66,7 +68,8 @@ class Microbatches:
 
     def join(self, x: Any) -> Any:
         """Undo `split`."""
-        # The last layers leave the microbatches on their stages, also if BATCH is not over pp.
+        # The last layers leave the microbatches on their stages, also if BATCH is not sharded over
+        # pp.
         x = self._place(x, [self.in_rows, (), self.before + self.after])
         a, stages, c, q, k = self._sizes()
         entries = [self.in_rows, (), self.before, self.after, ()]

@@ -71,8 +71,8 @@ def apply(
       keys: As other blocks take it. Not used: the block has no randomness.
       state: State with the router's bias. None: no bias.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
-      valid: `[batch, length]` bool, False for padding. Such a row goes to no expert
-        and is in no statistics, and its y is 0. None: all are tokens.
+      valid: `[batch, length]` bool, False for padding. Such a row goes to no expert, does not count
+        in statistics, and its y is 0. None: all are tokens.
 
     Returns:
       (y, state). The state has the same bias and this call's statistics; see `moe.apply`.

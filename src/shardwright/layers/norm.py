@@ -151,8 +151,8 @@ def _check(x: Any, **params: Any) -> None:
                 path=name,
                 fix=f"pass {name} of shape {size}, one value per element of the last dim",
             )
-    # The mean of a shard of EMBED is not that of the whole dim. A scale that does not vary over
-    # these mesh axes is whole, and so is the last dim of `x`.
+    # The mean of a shard of EMBED is not that of the whole dim. If the scale does not vary over
+    # these mesh axes, the scale and the last dim of `x` are whole.
     split = split_over(size, (EMBED,))[0]
     if not split or not _jax.tracks_varying():
         return

@@ -39,10 +39,10 @@ def pipeline(
     """Run a stack of equal layers; return (x, outputs), as `jax.lax.scan` does.
 
     Without a manager, or if its strategy has no `[pipeline]`, this is `jax.lax.scan` over the
-    layers. With `[pipeline]`, the batch is cut into m microbatches. The result is that scan, run
-    once for each microbatch, whatever the size of pp. So what a layer computes from several rows,
-    such as dropout masks, the capacity of experts and fp8 scales, is that of a microbatch. Over pp
-    only results of layers are sent, once per tick, and the microbatches themselves.
+    layers. With `[pipeline]`, the batch is cut into m microbatches. The result equals this scan,
+    run once for each microbatch, for any size of pp. So dropout masks, the capacity of experts and
+    fp8 scales, which depend on several rows, are those of a microbatch. Over pp, only the results
+    of layers (once per tick) and the microbatches are sent.
 
     The backward pass computes each stage again: it keeps the input of a stage in each tick.
 
@@ -117,7 +117,7 @@ def read_stack(
     lead = _lead(params, specs, 1 if settings is None else settings.repeats)
     if manager is None:
         return params, lead, None
-    # It is recorded, so that a plan of this program is not taken for that of another strategy.
+    # Record `[pipeline]`, so that a plan of this program is not reused for another strategy.
     stored = manager.answer(ShardingRequest((LAYERS,), lead[-1:], None, Role.PARAM))
     stored.require()
     if settings is None:
@@ -137,9 +137,9 @@ def read_stack(
     check_sizes({"per_layer": inputs.per_layer}, math.prod(lead), "layers")
     cut = microbatches_of(manager, batch)
     if settings.gather is GatherWeights.ONCE:
-        # `gather` of a layer then finds its weight gathered. It still scatters the sum of each
-        # gradient, so the stage adds up gradients that are sharded as stored. Over Explicit mesh
-        # axes, the type of their sum is that of the gathered weights: it is gathered once, too.
+        # `gather` of a layer then finds its weight gathered. It still scatters each gradient, so
+        # the stage adds gradients that are sharded as stored. Over Explicit mesh axes, the sum has
+        # the type of the gathered weights, so it is gathered once too.
         params = manager.gather(params, specs, path=path)
     return params, lead, cut
 

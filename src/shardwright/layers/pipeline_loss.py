@@ -1,8 +1,8 @@
 """The loss of a model whose layers run in a pipeline, and its gradients.
 
 Under 1f1b, a stage alternates forward and backward passes: a microbatch runs backward as soon as
-its loss is known. So gradients are made together with the loss, and a stage keeps the inputs of at
-most 2 S - 1 microbatches, however many there are.
+its loss is known. So gradients are computed together with the loss, and a stage keeps the inputs of
+at most 2 S - 1 microbatches, however many there are.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def pipeline_loss(
     `[pipeline]`, the whole batch is one microbatch. For a mean over tokens, pass their number in
     `head_inputs`, and divide by it in the head.
 
-    The loss is differentiated by `params`, `x`, `head_params`, `streamed` and `per_layer`. `rows`,
-    `head_inputs` and the outputs are constants. Under "1f1b", gradients are made in the forward
-    pass, and summed over microbatches in float32 at least. The layer and the head may not close
-    over an array by which the loss is differentiated.
+    The loss has gradients with respect to `params`, `x`, `head_params`, `streamed` and `per_layer`.
+    `rows`, `head_inputs` and the outputs are constants. Under "1f1b", gradients are computed in the
+    forward pass, and summed over microbatches in float32 at least. The layer and the head may not
+    close over an array that needs a gradient.
 
     Args:
       layer: As in `pipeline`.
@@ -138,7 +138,7 @@ def _one_after_another(
     head_params, head_parts = of_head
     layers = stages.on_microbatch(params, inputs)
 
-    # Of a microbatch, only its rows are kept for the backward pass.
+    # For the backward pass, keep only the rows of a microbatch.
     @jax.checkpoint
     def run(total: Any, each: Any) -> tuple[Any, Any]:
         parts, labels, number = each
@@ -154,7 +154,7 @@ def _one_after_another(
 def _all_layers_first(
     stages: Stages, head: Head, params: Any, inputs: LayerInputs, parts: Any, *of_head: Any
 ) -> tuple[Any, Any]:
-    """Run the layers on all microbatches, then the head: each stage has m / S of them."""
+    """Run the layers on all microbatches, then the head on m / S microbatches per stage."""
     y, (losses, outputs) = stages.over_stages(params, inputs, parts)
     entries = ((), (STAGES,), (STAGES,))
     head_params, head_parts = of_head
@@ -176,7 +176,7 @@ def _all_layers_first(
 def _in_forward_rule(
     stages: Stages, head: Head, params: Any, inputs: LayerInputs, parts: Any, *of_head: Any
 ) -> tuple[Any, Any]:
-    """Make the gradients together with the loss, if it is differentiated."""
+    """Compute the gradients together with the loss, if it is differentiated."""
     (x, streamed, rows), (head_params, head_parts) = parts, of_head
     floats, others, join = _split((params, inputs.per_layer, (x, streamed), head_params))
     constants = (others, rows, inputs.keys, head_parts)
@@ -231,14 +231,14 @@ def _one_f_one_b(
 class _OneFOneB:
     """The ticks of one stage under 1f1b. All arrays are local over pp.
 
-    Microbatches come to stage 0 as in `Stages`. In the places that this frees, gradients go from
-    stage 0 to the last stage and from there down, one stage in q = m / S ticks. That of microbatch
-    s q + j starts in tick s q + j + 2 S - 2. So it has moved S - s times at the end, and is at
-    stage s, which has had the microbatch.
+    Microbatches come to stage 0 as in `Stages`. In the freed places, gradients move from stage 0 to
+    the last stage and from there down, one stage in q = m / S ticks. The gradient of microbatch s q
+    + j starts in tick s q + j + 2 S - 2. So at the end it has moved S - s times, and is at stage s,
+    which held the microbatch.
 
-    Every stage runs every collective in every tick. What it does not need is left out by a select:
-    a product with 0 would keep NaN. A bubble runs a microbatch that is real, because zeros may have
-    no finite gradient.
+    Every stage runs every collective in every tick. A select drops results that a stage does not
+    need, because a product with 0 would keep NaN. In a bubble, a stage runs a real microbatch,
+    because zeros may have no finite gradient.
     """
 
     def __init__(

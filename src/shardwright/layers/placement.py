@@ -25,8 +25,8 @@ OPERAND = (BATCH, QUERY_LENGTH, EMBED)
 def is_inside_shard_map() -> bool:
     """Tell whether a surrounding `shard_map` has made mesh axes Manual.
 
-    A `shard_map` over some mesh axes, such as that of a pipeline over pp, leaves arrays whole that
-    the others shard. `is_shard` and `split_over` tell which arrays it splits.
+    A `shard_map` over some mesh axes, such as the pipeline's over pp, does not split arrays that
+    only other mesh axes shard. `is_shard` and `split_over` tell which arrays it splits.
     """
     mesh = _jax.ambient_mesh()
     return mesh is not None and bool(mesh.manual_axes)
@@ -42,7 +42,7 @@ def is_shard(
 ) -> bool:
     """Tell whether a surrounding `shard_map` has split an array.
 
-    Without a manager nothing says so, and each array inside of a `shard_map` may be a shard. The
+    Without a manager this is unknown, and each array inside of a `shard_map` may be a shard. The
     arguments are those of `split_over`.
     """
     if manager is None and context.current() is None:
@@ -76,7 +76,7 @@ def split_over(
     policy = manager.rules.policy
     added = policy.largest_dim
     if role is Role.USE and added is not None and {*added.mesh_axes} <= {*policy.gather}:
-        # Which dim `largest_dim` stores depends on global sizes, and in use that dim is whole.
+        # The dim that `largest_dim` shards depends on global sizes, and in use that dim is whole.
         rules = dataclasses.replace(
             manager.rules, policy=dataclasses.replace(policy, largest_dim=None)
         )
@@ -123,7 +123,7 @@ def split_problems(
 
 
 def check_vocabulary(weight: Any, axes: Any, tokens: Any, *, name: str, path: str | None) -> None:
-    """Check that no `shard_map` splits the vocabulary of a weight, as far as this can be told.
+    """Check that no `shard_map` splits the vocabulary of a weight, as far as it can be known.
 
     Args:
       weight: The weight, as it is used.
@@ -133,14 +133,14 @@ def check_vocabulary(weight: Any, axes: Any, tokens: Any, *, name: str, path: st
       path: Its path in the model, or None.
 
     Raises:
-      LayerError: It does. Or no manager is entered, and the weight varies over mesh axes that the
-        tokens do not vary over.
+      LayerError: A `shard_map` splits it. Or no manager is entered, and the weight varies over mesh
+        axes that the tokens do not vary over.
     """
     if not is_inside_shard_map():
         return
     raise_problems(split_problems(weight.shape, axes, (VOCAB,), name=name, path=path))
-    # A device with a part of the vocabulary has other rows than the devices beside it, but the same
-    # tokens. So its weight varies over an axis that the tokens do not.
+    # Devices that share a vocabulary have different rows of it, but the same tokens. So the weight
+    # varies over a mesh axis that the tokens do not vary over.
     unknown = sorted(_jax.varying_axes(weight) - _jax.varying_axes(tokens))
     if context.current() is None and unknown:
         raise LayerError(
@@ -165,13 +165,13 @@ def use(params: Any, specs: Any, *, path: str | None = None) -> Any:
       specs: The `ArraySpec`s of `params`.
       path: Path of the tree in the model, required if the strategy has `[[tensors]]` entries.
     """
-    # A weight is used by another spec than it is stored by: rules with FSDP gather it here.
+    # A weight is used under another spec than it is stored under: rules with FSDP gather it here.
     manager = context.current()
     return params if manager is None else manager.gather(params, specs, path=path)
 
 
 def path_of(parent: str | None, name: object) -> str | None:
-    """Return the path of a part of a model; None if that of the whole is not given."""
+    """Return the path of a part of a model; None if the path of the whole is not given."""
     return None if parent is None else f"{parent}/{name}"
 
 

@@ -36,7 +36,7 @@ def specs(
     """
     tree: dict[str, Any] = {**dense.specs(inputs, outputs, **options)}
     if adaptation is not None:
-        # B starts at 0, so an adapted matmul starts as the one without adaptation.
+        # B starts at 0, so an adapted matmul starts equal to the unadapted one.
         given = {"init": options.get("init"), "dtypes": options["dtypes"]}
         tree["lora"] = lora.specs(adaptation, inputs, outputs, **given)
     return tree
@@ -142,7 +142,7 @@ def project(
 
 
 def parts_of(recipe: Recipe | None, state: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the state of each group of matmuls; Nones if a block without recipe has another.
+    """Return the state of each group of matmuls; Nones if a block without recipe has another state.
 
     Raises:
       LayerError: The state has other groups.

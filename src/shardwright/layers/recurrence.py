@@ -67,7 +67,7 @@ class _LinearScan:
         return jnp.where(is_first, h, h + product * entering), entering
 
     def _end(self, array: jax.Array) -> jax.Array:
-        """Return the element at which the scan leaves, with a length of 1."""
+        """Return the element at which the scan ends, with a length of 1."""
         at = 0 if self.reverse else array.shape[self.dim] - 1
         return jax.lax.slice_in_dim(array, at, at + 1, axis=self.dim)
 
@@ -92,7 +92,7 @@ def linear_scan(a: Any, x: Any, *axes: Any, reverse: bool = False) -> Any:
 
     The state before the first element is 0. For another one, add `a[0] * state` to `x[0]`. If the
     length is sharded, each device scans its part, and one all-gather of the last state of each part
-    corrects it. The backward pass sends as much. Without a manager, the arrays are whole.
+    corrects the results. The backward pass sends as much. Without a manager, the arrays are whole.
 
     States of bfloat16 and float16 are computed in float32. Only reverse-mode derivatives exist. The
     scan is associative, so products of `a` over the length must not overflow: states would be NaN.
@@ -213,5 +213,5 @@ _linear_scan.defvjp(_forward, _backward)
 
 
 def _wide(array: jax.Array) -> jax.Array:
-    """Return an array in at least float32."""
+    """Return an array cast to float32 at least."""
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))

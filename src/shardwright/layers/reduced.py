@@ -2,7 +2,7 @@
 
 The gradient of such a weight is `unreduced`: a loop adds it without a collective. JAX takes a
 reduced operand beside a sharded one in matmuls only, so here both operations are matmuls. The
-gradient is then the matmul that sums over the tokens of a device.
+gradient is then a matmul that sums over the tokens of a device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def multiply(x: Any, weight: Any) -> Any:
         return x * weight
     tokens = jax.typeof(x).sharding.spec.partitions[: x.ndim - weight.ndim]
     summed = {axis for entry in tokens for axis in entry_names(entry)}
-    # A matmul is unreduced over all mesh axes that it contracts, or over none. Those that the
-    # weight was not reduced over, such as tp over heads, are summed here.
+    # A matmul is unreduced over all mesh axes that it contracts, or over none. Sum here over mesh
+    # axes that the weight was not reduced over, such as tp over heads.
     weight = jax.reshard(weight, PartitionSpec(*spec.partitions, reduced=spec.reduced | summed))
     dims = "abcd"[: weight.ndim]
     return jnp.einsum(f"...{dims},{dims}->...{dims}", x, weight)

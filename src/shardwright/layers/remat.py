@@ -1,4 +1,4 @@
-"""What rematerialization of a layer keeps for the backward pass, by name."""
+"""Remat policies by name: what a layer keeps for the backward pass."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ REMAT: Final[Mapping[str, Callable[..., Any] | None]] = MappingProxyType(
     {
         "none": None,
         "full": jax.checkpoint_policies.nothing_saveable,
-        # A matmul with a weight has no batch dims. That of queries and keys has, so it is computed
-        # again.
+        # A matmul with a weight has no batch dims. The matmul of queries and keys has batch dims,
+        # so it is computed again.
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         # The names that the blocks give to their results by `checkpoint_name`.
         "blocks": jax.checkpoint_policies.save_only_these_names("attention_out", "mlp_down"),

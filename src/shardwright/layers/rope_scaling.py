@@ -135,7 +135,7 @@ def _yarn(f: Any, theta: float, values: _Values) -> _ScaledRope:
     fast, slow = values.number("beta_fast", 32), values.number("beta_slow", 1)
 
     def point(rotations: float) -> float:
-        """Return the point that rotates so often in the first context."""
+        """Return the point that makes this number of rotations in the first context."""
         return float(points * math.log(first / (rotations * 2 * math.pi)) / math.log(theta))
 
     low, high = point(fast), point(slow)

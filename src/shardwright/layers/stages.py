@@ -3,7 +3,7 @@
 A stage holds `layers / pp` layers. In each tick, every stage runs a chunk of them on one microbatch
 and sends the result to the next stage. The batch is sharded over pp outside of the stack, and no
 microbatch is sent to a stage as a whole beforehand: in each tick the stages also pass their
-microbatches on towards stage 0, and results come back in the places that this frees.
+microbatches on towards stage 0, and results come back in the freed places.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class LayerInputs:
     """What a layer reads beside its parameters and x.
 
     Attributes:
-      number: Number of the layer, int32. Fold it into a key: layers would drop the same elements.
+      number: Number of the layer, int32. Fold it into a key; otherwise layers would drop the same
+        elements.
       keys: `keys` of the call. In a pipeline, each is folded with the number of the microbatch.
       rows: `rows` of the call; in a pipeline, those of the microbatch.
       streamed: `streamed` of the call; in a pipeline, that of the microbatch.
-      per_layer: `per_layer` of the call, of this layer.
+      per_layer: The part of the call's `per_layer` for this layer.
     """
 
     number: Any
@@ -78,7 +79,7 @@ class Stages:
 
     @property
     def repeats(self) -> int:
-        """Chunks of layers of a stage."""
+        """Number of chunks of layers per stage."""
         return 1 if len(self.lead) == 1 else self.lead[0]
 
     @property
@@ -91,7 +92,7 @@ class Stages:
 
         Args:
           params: All layers.
-          inputs: What layers read; its rows and what is streamed are in `parts`.
+          inputs: What layers read. Its rows and streamed arrays are in `parts`.
           parts: (x, streamed, rows), each `[1, microbatches, rows, ...]`.
 
         Returns:
@@ -144,7 +145,7 @@ class Stages:
         return self.placed(given, entries), entries
 
     def placed(self, given: Any, entries: Any) -> tuple[Any, ...]:
-        """Reshard trees over Explicit mesh axes to what `call` takes."""
+        """Reshard trees over Explicit mesh axes as `call` needs them."""
         specs = [
             jax.tree.map(functools.partial(_open_spec, first), tree)
             for tree, first in zip(given, entries, strict=True)
@@ -161,8 +162,8 @@ class Stages:
           given: The trees, as `placed` returns them.
           entries: For each tree, the first entries of the spec of its leaves.
           out_specs: Specs of the results over pp.
-          like: For each result, the arrays that have the same shardings; None for none over the
-            other mesh axes.
+          like: For each result, the arrays that have the same shardings; None if the other mesh
+            axes do not shard it.
         """
         ambient = _jax.ambient_mesh() or self.cut.manager.mesh
         kinds = dict(zip(ambient.axis_names, ambient.axis_types, strict=True))
@@ -197,8 +198,8 @@ class Stages:
             check_vma=False,
         )
         if rest:
-            # JAX 0.10 gathers what enters and leaves a `shard_map` over its other mesh axes if
-            # these are Explicit. So they are Auto around it.
+            # JAX 0.10 gathers the arguments and results of a `shard_map` over its other mesh axes
+            # if these are Explicit. So they are Auto around it.
             is_explicit = kinds[STAGES] is AxisType.Explicit
             out_sharding = [spec if is_explicit else PartitionSpec() for spec in out_specs]
             for at_result, arrays in enumerate(like):
@@ -215,7 +216,7 @@ class Stages:
         spec = _open_spec((None, None, None), output)
         ambient = _jax.ambient_mesh()
         placement = constraint.make_placement(spec, self.cut.manager.mesh, ambient)
-        # The chunks of a stage are apart, so the dims cannot become one where they are.
+        # The chunks of a stage are not adjacent layers, so the two dims cannot be joined in place.
         whole = constraint.place(output, placement)
         return whole.reshape(whole.shape[0], -1, *whole.shape[3:])
 
@@ -223,9 +224,9 @@ class Stages:
         """Run the ticks of one stage. All arrays are local over pp.
 
         Microbatch s q + j starts at stage s in place j of the stream, for q microbatches of a
-        stage. In tick t, all stages pass on what is in place t modulo q to the stage before. So
+        stage. In tick t, all stages pass the content of place t modulo q to the stage before. So
         microbatch t is at stage 0 in tick t. The last stage puts its results in the same place,
-        from which they come to their stage.
+        from which they move to their stage.
         """
         count, stages, repeats = self.cut.count, self.cut.stages, self.repeats
         stream = jax.tree.map(lambda leaf: leaf[0], stream)
@@ -248,8 +249,8 @@ class Stages:
                 waiting = put(waiting, held, number % waits)
                 again = at(waiting, (number + 1) % waits)
                 fresh = select(number < count, head, again)
-            # Outside of 0 <= turn < m R the stage has nothing to do. It then runs a microbatch that
-            # is real, because zeros may have no finite gradient, and the result is not used.
+            # Outside of 0 <= turn < m R the stage has nothing to do. It then runs a real microbatch
+            # and drops the result, because zeros may have no finite gradient.
             turn = number - me
             chunk = jnp.clip(turn // count, 0, repeats - 1)
             x, streamed = select(me == 0, fresh, held)
@@ -271,7 +272,7 @@ class Stages:
                 return worked
             return jnp.moveaxis(worked.reshape(repeats, count, *leaf.shape[1:]), 0, 1)
 
-        # The last stage ends microbatch 0 in tick S - 1, or one that is a multiple of q later.
+        # The last stage ends microbatch 0 in tick S - 1, or a multiple of q ticks later.
         turned = jax.tree.map(lambda leaf: jnp.roll(leaf, -((stages - 1) % own), 0)[None], x)
         return turned, jax.tree.map(in_order, outputs)
 
@@ -296,7 +297,7 @@ class Stages:
 
 def inside_stage(manager: PartitionManager) -> PartitionManager:
     """Return the manager of a stage: pp shards no array there."""
-    # Remembered, because what layers keep with a manager is for that one alone.
+    # Remember the manager of the stage, because layers cache values per manager.
     stage: PartitionManager = manager.remember(
         ("pipeline",), lambda: manager.having(rules=without_mesh_axis(manager.rules, STAGES))
     )
@@ -319,7 +320,7 @@ def folded(keys: Any, microbatch: Any) -> Any:
 
 
 def at(tree: Any, place: Any) -> Any:
-    """Return what is at a place of dim 0 of each array."""
+    """Return the entry at a place of dim 0 of each array."""
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), tree
     )
@@ -336,7 +337,7 @@ def put(tree: Any, values: Any, place: Any) -> Any:
 
 def select(condition: Any, yes: Any, no: Any) -> Any:
     """Return one of two trees, by a scalar."""
-    # Not `jnp.where`, which would keep the condition for each element for the backward pass.
+    # Do not use `jnp.where`, which would keep the condition of each element for the backward pass.
     return jax.tree.map(functools.partial(jax.lax.select, condition), yes, no)
 
 

@@ -57,7 +57,7 @@ from shardwright.vocabulary.read import (
 )
 
 MLP: Final = instance(MlpConfig, MoEBlockConfig)
-_NO_SEGMENT: Final = -(2**31)  # of padding rows; no caller's segment has it
+_NO_SEGMENT: Final = -(2**31)  # segment id of padding rows, which callers cannot use
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +78,8 @@ class TransformerConfig:
       remat: What is kept for the backward pass. "none" keeps everything, "full" keeps only the
         residual, "dots" keeps matmuls with weights, and "blocks" keeps the outputs of the blocks.
       scan: Whether the layers are one `jax.lax.scan` over stacked parameters, which compiles one
-        layer of each kind. Layers after the last whole pattern follow the scan. Not possible with
-        caches, see `unstack` and `unstack_state`.
+        layer of each kind. Layers after the last whole pattern follow the scan. Caches need
+        `scan=False`: see `unstack` and `unstack_state`.
 
     Raises:
       LayerError: The sizes do not fit each other, or a value is not valid.
@@ -176,7 +176,7 @@ class StackState:
     Attributes:
       caches: One KV cache per layer, or None.
       moe: One `MoEState` per tree of parameters, or None for an MLP. With `scan`, its arrays
-        have a leading dim of the layers of that tree. None as a whole before the first call.
+        have a leading dim of the layers of that tree. Before the first call, `moe` itself is None.
       scaling: With delayed scaling, one tree per tree of parameters:
         `fp8.uses(scaling, channel)` as an argument. In a result, the amaxes of inputs and kernels;
         with caches, the argument again, so that the result is the state of the next call. Else
@@ -279,7 +279,7 @@ def unstack(
 
 
 def _of_layer(config: TransformerConfig, trees: Sequence[Any], number: int) -> Any:
-    """Return what trees of parameters or of states have for one layer."""
+    """Return the parameters or the states of one layer, given the trees of the scan."""
     # Tree t of the scan has the layers t, t + period, t + 2 * period and so on.
     trip, tree = divmod(number, config.period)
     if not config.scan:
@@ -292,9 +292,9 @@ def _of_layer(config: TransformerConfig, trees: Sequence[Any], number: int) -> A
 def unstack_state(config: TransformerConfig, state: StackState) -> StackState:
     """Return a state of scanned layers as that of layers without `scan`, for serving.
 
-    Serving without the biases of training would send tokens to other experts, and without the
-    scales it would round to other numbers. Each MoE layer gets statistics of 0. So a call returns a
-    state of the same structure, which may be the carry of a loop.
+    Without the biases of training, serving would send tokens to other experts. Without the scales,
+    it would round to other numbers. Each MoE layer gets statistics of 0. So a call returns a state
+    of the same structure, which may be the carry of a loop.
 
     Args:
       config: The config, as for `unstack`.
@@ -369,16 +369,16 @@ def apply(
       params: The trees that `specs` describes, as stored.
       x: The residual, `[batch, length, embed]`.
       keys: `{"dropout": key}`. By default nothing is dropped.
-      state: Caches, the biases of the routers, and with delayed scaling its scales. By default
-        there are none of them. Under `jit`, donate it.
+      state: Caches, the biases of the routers, and with delayed scaling its scales. Defaults to
+        none of these. Under `jit`, donate it.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       positions: As in `attention_block.apply`.
       segment_ids: As in `attention_block.apply`.
       valid: `[batch, length]` bool, whether a row is a token. Tokens attend to no other rows, and
-        MoE layers send the other rows to no expert. What is returned for such a row has no meaning.
+        MoE layers send the other rows to no expert. The result for such a row has no meaning.
       encoded: As in `attention_block.apply`, for the cross-attention of every layer.
       encoded_segment_ids: The same.
-      run: What runs the layers of a scan: a function like `sw.pipeline`.
+      run: Function that runs the layers of a scan, such as `sw.pipeline`.
 
     Returns:
       (x, state). The state has the written caches, and of each MoE layer the same bias and this
@@ -418,8 +418,8 @@ def apply(
         # The trees that are not scanned are those of the last layers.
         number = config.layers - len(params) + at
         cache = None if state.caches is None else state.caches[number]
-        # A cache is for inference, so nothing is computed again. And remat traces the layer, where
-        # a full cache cannot raise an error.
+        # A cache is for inference, so nothing is computed again. Remat would also trace the layer,
+        # and inside a trace a full cache cannot raise an error.
         remat = config.remat if cache is None else "none"
         # These layers are outside of the scan, so `_layer` must keep XLA from merging their
         # recomputation.
@@ -433,7 +433,7 @@ def apply(
     return x, StackState(
         caches=None if state.caches is None else caches,
         moe=_if_any(moe_states),
-        # In inference no scale is updated, so the scales go through for the next call.
+        # Inference updates no scale, so the scales are returned for the next call.
         scaling=_if_any(seen) if state.caches is None else state.scaling,
     )
 
@@ -500,8 +500,7 @@ def _scan(
         given["cross"] = {**given["cross"], "encoded": inputs.streamed}
         for at, (tree, *own) in enumerate(zip(trees, *inputs.per_layer, strict=True)):
             run_layer = _layer(config, at, path_of(path, at), given)
-            # The number is that of the layer and is traced, so a layer has the same keys as without
-            # `scan`.
+            # The number of the layer is traced, so a layer has the same keys as without `scan`.
             keys = _keys(config, inputs.keys, inputs.number * count + at)
             x, _, state = run_layer(tree, x, keys, None, tuple(own))
             after.append(state)
@@ -626,7 +625,7 @@ def _keys(config: TransformerConfig, key: Any, number: Any) -> LayerKeys:
         return LayerKeys()
     crossing = () if config.cross is None else ("cross", "after_cross")
     names = ("attention", "after_attention", "mlp", "after_mlp", *crossing)
-    # A key per use: equal keys would drop the same elements of attention and of the MLP.
+    # Each use has its own key: with equal keys, attention and the MLP would drop the same elements.
     keys = jax.random.split(jax.random.fold_in(key, number), len(names))
     return LayerKeys(**dict(zip(names, keys, strict=True)))
 
@@ -653,7 +652,7 @@ def _check_state(config: TransformerConfig, state: Any) -> None:
 
 
 def _check_pipeline(config: TransformerConfig, state: StackState) -> None:
-    """Refuse what does not run in the stages of a pipeline, if the strategy has one."""
+    """Refuse options that the stages of a pipeline cannot run, if the strategy has one."""
     if (pipelined := ambient_pipeline()) is None:
         return
     off = 'write schedule = "none" under [pipeline]'

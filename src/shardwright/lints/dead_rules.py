@@ -12,7 +12,7 @@ from shardwright.vocabulary.axes import Role, axis_label
 from shardwright.vocabulary.modes import MODES, mode_name
 
 _MODES = ("train", "prefill", "decode", "insert")
-# Whether one regular expression covers another is not decided in general, only for these.
+# Patterns that match everything. For other regular expressions, coverage is not decided.
 _EVERYTHING = ("", ".", ".*", ".+", "^", "^.*", "^.*$")
 
 
@@ -44,8 +44,8 @@ def _hides(subject: Subject, earlier: tuple[str, ...], later: tuple[str, ...]) -
     if set(earlier) == set(later):
         return True
     if subject.rules.policy.missing is Missing.REPLICATE:
-        # If the mesh lacks an axis of the longer candidate, that candidate replicates the dim, also
-        # where the earlier one does not fit.
+        # Under `missing = "replicate"`, a longer candidate with an absent mesh axis replicates the
+        # dim, even if the earlier one does not fit.
         return False
     # Compare candidates as written. On a mesh that lacks an axis, two of them may be equal, and a
     # file that is meant for several meshes needs both.
@@ -58,7 +58,7 @@ def shadowed_rules(subject: Subject) -> Iterator[Finding]:
         if _in_every_mode(subject, axis, "params"):
             yield _shadowed(subject, "params", rule)
     for axis, rule in subject.tables.get(("rules",), {}).items():
-        # A rule of [rules] also reaches weights, unless [params] or every mode states another.
+        # A rule of [rules] also applies to weights, unless [params] or every mode has its own rule.
         weights = (
             axis in subject.tables.get(("params",), {})
             or _in_every_mode(subject, axis, "params")

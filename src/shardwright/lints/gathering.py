@@ -40,9 +40,9 @@ def not_gathered(subject: Subject) -> Iterator[Finding]:
     for axis in _TOKENS:
         for name in _activation_axes(subject, axis, MODE_TRAIN):
             tokens.setdefault(name, axis_label(axis))
-    stored = [*subject.rules.params[0]]  # of train, the first mode
+    stored = [*subject.rules.params[0]]  # rules of train, the first mode
     if (largest_dim := subject.rules.policy.largest_dim) is not None:
-        stored.append(("", largest_dim))  # for whichever axis a weight has
+        stored.append(("", largest_dim))  # for every axis that a weight may have
     for axis, rule in stored:
         if axis in NO_PARAMETER_HAS | _STACKED | {LENGTH} or not _has_parameter(subject, axis):
             continue
@@ -78,7 +78,7 @@ def gathered_in_decode(subject: Subject) -> Iterator[Finding]:
     if not _serves(subject):
         return
     gathered: dict[str, list[str]] = {}
-    # Of decode, the third mode.
+    # Rules of decode, the third mode.
     for axis, rule in subject.rules.params[2]:
         if axis in NO_PARAMETER_HAS or not _has_parameter(subject, axis):
             continue

@@ -27,7 +27,7 @@ _ADDED: Final = {
         "lower largest_dim_min_size, name a mesh axis that no rule uses, or drop the line",
     ),
 }
-_REASONS: Final = 2  # that a finding names
+_REASONS: Final = 2  # notes that a finding shows
 
 
 def unknown_mesh_axes(subject: Subject) -> Iterator[Finding]:
@@ -135,8 +135,8 @@ def _idle(
     if any(rule.candidates and axis not in rule.mesh_axes for rule in stated):
         what = f"no rule names it, and {_parallelism(axis)} means another mesh axis"
         return f"shards nothing: {what}, {repeated}", Severity.WARNING
-    # A mesh that is given only for the check is often meant for several strategies, so it may have
-    # axes that this one does not use.
+    # A mesh that is given only for the check is often used with several strategies, so this
+    # strategy may leave some of its axes unused.
     if used is None and subject.own_mesh and not stated:
         what = f"only dims that are annotated {axis.upper()} are sharded over it"
         return f"is in no rule: {what}", Severity.NOTE
@@ -161,13 +161,13 @@ def idle_policies(subject: Subject) -> Iterator[Finding]:
         else:
             answers = _weights(subject, Role.STATE if key == "zero1" else Role.PARAM)
             if not answers or any(
-                # What does not resolve may be sharded by the policy once it does.
+                # The policy may shard a tensor that does not resolve yet.
                 not each.ok or any(getattr(decision, key) for decision in each.decisions)
                 for each in answers
             ):
                 continue
             notes = dict.fromkeys(note for each in answers for note in policy_notes(each, rule))
-            # A note may name the size of one weight. That of the largest comes first.
+            # A note may name the size of a weight. The note of the largest weight comes first.
             shown = [*notes][:_REASONS] or ["no dim may be sharded"]
             why = f"for every weight of the tree, {'; '.join(shown)}"
             if len(notes) > _REASONS:
@@ -241,7 +241,7 @@ def _used(subject: Subject) -> set[str]:
 
 
 def dcn_order(subject: Subject) -> Iterator[Finding]:
-    """Yield composites whose mesh axis across slices is minor to one inside a slice.
+    """Yield composites in which a mesh axis across slices is minor to a mesh axis inside a slice.
 
     The major mesh axis of a dim varies slowest, so only this axis should cross the slow network
     between slices. In the other order, every step of a collective over the minor axis crosses that

@@ -73,7 +73,8 @@ def lint_names(annotations: Any, inferred: Inferred) -> tuple[Finding, ...]:
         )
         for conflict in inferred.conflicts
     ]
-    # A program that has KV heads tells them apart. Without any, HEAD and KV_HEAD are one axis.
+    # In a program with KV heads, inference distinguishes HEAD from KV_HEAD. In other programs they
+    # are one axis.
     named = {name for dim in inferred.evidence for name in _inferred_names(dim)}
     synonyms = _SYNONYMS if KV_HEAD in named else (*_SYNONYMS, _EQUAL_HEADS)
     for dim in inferred.evidence:
@@ -144,13 +145,13 @@ def _compare(
     names, actual = _annotated_names(annotated), _inferred_names(dim)
     if _is_composite(annotated):
         names = annotated.axes
-    # A dim of size 1 broadcasts against any dim, so its use does not tell its axis.
+    # A dim of size 1 broadcasts against any dim, so its use does not show its axis.
     if dim.guess or dim.is_open or names is None or dim.size == 1:
         return None
     if any(name not in SEMANTIC_AXES for name in (*names, *actual)):
         return None
     is_same = _same_names(annotated, names, dim, synonyms)
-    # The scale of a norm of heads may be named NORM. Inference names only dims of EMBED so.
+    # The scale of a norm of heads may be named NORM. Inference uses NORM only for dims of EMBED.
     if is_same and not (actual == (NORM,) and names[0] in (HEAD_DIM, KV_HEAD_DIM)):
         return None
     text = axis_text(dim.axis)

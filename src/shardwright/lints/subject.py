@@ -103,7 +103,7 @@ class Subject:
         )
 
     def written(self) -> Iterator[tuple[KeyPath, str, Rule]]:
-        """Yield the key path, axis and rule of every written rule, and those of the policy last."""
+        """Yield key path, axis and rule of every written rule; rules of the policy come last."""
         for table, rules in self.tables.items():
             for axis, rule in rules.items():
                 yield (*table, rule.ref.key), axis, rule
@@ -191,7 +191,7 @@ def _used(tensors: tuple[Tensor, ...]) -> dict[Role, frozenset[str]]:
 
 
 def _resolve(tensor: Tensor, rules: AxisRules, sizes: Mapping[str, int], mode: str) -> Resolution:
-    # Lints judge how a weight is stored. Gathering has lints of its own.
+    # These lints judge how a weight is stored. Other lints judge gathering.
     role = Role.PARAM if tensor.role is Role.USE else tensor.role
     return explain(
         tensor.axes,

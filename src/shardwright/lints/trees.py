@@ -130,7 +130,8 @@ def _cut(
     if axis not in _HEADS or decision.size is None:
         return None
     if decision.outcome in _POLICY:
-        # A candidate that failed has a detail, such as `6 % 4 != 0`. An empty one has none.
+        # A candidate that failed has a detail, such as `6 % 4 != 0`. An empty candidate has no
+        # detail.
         failed = next(
             (skip for skip in decision.skipped if skip.detail and not skip.mesh_axis), None
         )
@@ -145,7 +146,7 @@ def _cut(
     shards = 1
     for name in decision.mesh_axes:
         shards *= subject.sizes[name]
-    # A merged dim, HEAD*HEAD_DIM, is sharded over its heads alone, and splits none.
+    # A merged dim, HEAD*HEAD_DIM, is sharded only by its heads, and splits no head.
     heads = flat.get(axis, {}).get(decision.size) if "*" not in decision.label else None
     if heads is None or heads % shards == 0:
         return None
@@ -275,7 +276,7 @@ def unused_rules(subject: Subject) -> Iterator[Finding]:
 
     Rules without mesh axes are skipped, because an unused rule that replicates changes nothing.
     Tables of a role that the tree lacks are skipped too. A file with a rule for every axis of the
-    vocabulary is meant for any model, so only axes of its own are checked.
+    vocabulary is meant for any model, so only the axes that it declares are checked.
     """
     if not subject.tensors:
         return

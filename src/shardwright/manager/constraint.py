@@ -161,7 +161,7 @@ def check_kept(x: Any, *, path: str = "") -> None:
     wide: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     if wide or isinstance(x, (jax.Array, jax.core.Tracer)):
         return
-    # By the exact type, because a bool is an int too, and is not cast.
+    # Compare exact types, because a bool is an int too, and is not cast.
     plain = _PYTHON.get(type(x))
     dtype = getattr(x, "dtype", None) if plain is None else np.dtype(plain)
     if not isinstance(dtype, np.dtype) or dtype.name not in _HALVES or not np.size(x):
@@ -197,7 +197,7 @@ def _fits(x: Any, half: np.dtype[Any]) -> bool:
         if not np.isfinite(ends).all():
             finite = np.asarray(part)[np.isfinite(part)]
             ends = [finite.min(), finite.max()] if finite.size else []
-        # The two parts of a complex64 are float32 too, so one cast serves all kinds.
+        # The two parts of a complex64 are float32 too, so one cast works for all kinds.
         with np.errstate(over="ignore"):
             if not np.isfinite(np.asarray(ends).astype(np.float32)).all():
                 return False
@@ -249,7 +249,7 @@ def _filled(spec: Any, current: PartitionSpec) -> PartitionSpec:
     if UNCONSTRAINED not in spec.partitions and not current.reduced:
         return spec  # type: ignore[no-any-return]
     # Only `with_sharding_constraint` takes UNCONSTRAINED. A mesh axis may be in a spec once, so a
-    # dim gives up those of its mesh axes that the new spec uses elsewhere.
+    # dim loses mesh axes that the new spec uses elsewhere.
     used = {axis for entry in spec.partitions for axis in entry_names(entry)} | spec.unreduced
     current_entries = (*current.partitions, *[None] * len(spec.partitions))
     entries = []
@@ -260,9 +260,10 @@ def _filled(spec: Any, current: PartitionSpec) -> PartitionSpec:
             else entry
         )
     # The cotangent of a reduced array is unreduced, so a loop adds gradients without a collective.
-    # Without the mark, each would be reduced where it arises: right, but slow. A mesh axis that the
-    # array is gathered over gets the mark too, since JAX wants the sum of a matmul unreduced over
-    # all mesh axes that it contracts, or over none. The transpose is a reduce-scatter then.
+    # Without the mark, each gradient would be reduced at its matmul, which is correct but slow. A
+    # mesh axis that the array is gathered over gets the mark too, since JAX wants the sum of a
+    # matmul unreduced over all mesh axes that it contracts, or over none. The transpose is then a
+    # reduce-scatter.
     sharded = {axis for entry in current.partitions for axis in entry_names(entry)}
     reduced = current.reduced and (current.reduced | sharded) - used
     return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=reduced)
@@ -310,7 +311,7 @@ def put(x: Any, placement: Placement, *, compared: bool = False) -> Any:
     # uncommitted array has no placement that JAX keeps, so it goes through `device_put`.
     if current is not None and current.is_equivalent_to(sharding, x.ndim) and x.committed:
         return x
-    # In one process `device_put` gives the same, and takes less time for a replicated array.
+    # In one process `device_put` gives the same result, and takes less time for a replicated array.
     if compared and isinstance(x, np.ndarray) and not sharding.is_fully_addressable:
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
         return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part], dtype)
@@ -325,21 +326,21 @@ def gather(w: Any, use: Placement, stored: Placement) -> Any:
     """
     check_kept(w)
     if in_host_memory(w):
-        # First the shards move, and only then the device gathers: the host link has no all-gather.
+        # Move the shards first, then gather on the devices: the host link has no all-gather.
         # Without the barrier, XLA for TPUs gathers on the hosts, over their network.
         w = jax.lax.optimization_barrier(to_device(w, NamedSharding(stored.mesh, stored.spec)))
     if stored.explicit is None:
         return _gather_auto(w, use, stored)
-    # Over Explicit axes a cotangent has the sharding of its primal. So first give the weight its
-    # stored sharding.
+    # Over Explicit axes a cotangent has the sharding of its primal. So give the weight its stored
+    # sharding first.
     w = place(w, stored)
     if stored.auto is None or not (isinstance(w, jax.core.Tracer) or _jax.in_trace()):
         return place(w, use)
     return _gather_mixed(w, use, stored)
 
 
-# A plain constraint is transposed to the same constraint, which would request the gradient
-# gathered, and not reduced into shards. A custom VJP refuses `jax.jvp` and `jax.hessian`.
+# JAX transposes a plain constraint to the same constraint, which would request a gathered gradient
+# instead of a reduce-scatter. A custom VJP refuses `jax.jvp` and `jax.hessian`.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _gather_auto(w: Any, use: Placement, stored: Placement) -> Any:
     return place(w, use)

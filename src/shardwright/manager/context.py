@@ -4,8 +4,8 @@ A thread has a stack of the managers that it entered. A task has a context: a co
 the manager that was entered last where the task runs, or where it was created.
 
 JAX reads neither. It reads a user-context, which belongs to the thread. Its value is a `Key`, and
-every cache of JAX has it in its keys. If the key is not that of the manager that applies, a trace
-is refused, because JAX would cache the program under the wrong key.
+every cache of JAX has it in its keys. If the key belongs to another manager than the one that
+applies, a trace is refused, because JAX would cache the program under the wrong key.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from shardwright.resolution.recent import Recent
 # entry to the keys of programs that are already cached, and JAX would trace them again.
 APART: Final = jax.make_user_context(default_value=None)  # a new object makes JAX trace again
 INPUTS: Final = jax.make_user_context(default_value=None)  # the inputs of a `pm.shard_map`
-SETTINGS: Final = jax.make_user_context(default_value=None)  # what a bridge sets for its modules
-RULES: Final = jax.make_user_context(default_value=None)  # what flax and haliax keep elsewhere
-TARGET: Final = jax.make_user_context(default_value=None)  # a platform that may not be here
+SETTINGS: Final = jax.make_user_context(default_value=None)  # settings of a bridge for its modules
+RULES: Final = jax.make_user_context(default_value=None)  # state of flax and haliax
+TARGET: Final = jax.make_user_context(default_value=None)  # a platform that this machine may lack
 
 
 class Key(frozenset[Hashable]):
@@ -41,7 +41,7 @@ class Key(frozenset[Hashable]):
 
     JAX runs a cached program without calling `__eq__` if the key is the identical object. So if a
     task entered a manager, its key is replaced at each request for the manager inside a trace, and
-    the former key is never used again. All other keys are compared by `__eq__`: a program that
+    the former key is never used again. JAX compares all other keys by `__eq__`, so a program that
     asked for the manager runs only where an equal manager applies.
 
     Attributes:
@@ -112,8 +112,8 @@ class _EnteredManager:
       key: The manager's key in JAX's caches.
       mesh: The entered context of the manager's mesh, or None.
       task: The asyncio task that entered the manager, or None.
-      outer: The former value of the context variable. None after the manager was left, else tasks
-        that create tasks would keep all earlier entries alive.
+      outer: The former value of the context variable. None after the manager was left; otherwise
+        tasks that create tasks would keep all earlier entries alive.
       is_left: Whether the manager was left.
     """
 
@@ -144,10 +144,10 @@ def enter(manager: Any, mesh: Any, key: Key) -> None:
     """Make a manager ambient. Make its mesh ambient too, except in a trace."""
     thread, task = _ENTERED, _current_task()
     if task is not None:
-        # Another task may run in this thread before the manager is left. Under a new object JAX has
-        # to call `__eq__`, which looks at the manager that applies.
+        # Another task may run in this thread before the manager is left. With a new key object, JAX
+        # has to call `__eq__`, which checks the manager that applies.
         key = key.fresh()
-    # An ExitStack alone would take longer than both contexts.
+    # An ExitStack takes longer than both contexts together.
     ambient = _AMBIENT(key)
     ambient.__enter__()
     try:
@@ -170,8 +170,8 @@ def leave(manager: Any) -> None:
     The managers of other running tasks stay entered.
 
     Raises:
-      NoManagerError: The manager is not the one that was entered last. If it was entered before, it
-        is left nevertheless.
+      NoManagerError: The manager is not the one that was entered last. If it was entered earlier,
+        it is left anyway.
     """
     stack, entry = _ENTERED.stack, _FLOW.get()
     if stack and stack[-1] is entry and entry.manager is manager:
@@ -240,8 +240,8 @@ def _current_task() -> Any:
 def _is_of_another_task(entry: _EnteredManager) -> bool:
     """Tell whether another task entered a manager and still runs.
 
-    What a task has not left when it ends stays in force for the thread: the cells of a notebook are
-    tasks.
+    A manager that a task has not left when it ends stays in force for the thread: the cells of a
+    notebook are tasks.
     """
     task = entry.task
     return task is not None and task is not _current_task() and not task.done()
@@ -269,7 +269,7 @@ def _applying() -> _EnteredManager | NoManagerError | None:
             fix="enter it around the call, with pm: ..., without an await inside",
         )
     if last is None or last.manager is flow.manager:
-        return flow  # if last is None, it was entered in the thread that started this one
+        return flow  # if last is None, the manager was entered in the thread that started this one
     return NoManagerError(
         f"the ambient manager is {last.manager!r}, entered elsewhere in this thread; "
         f"{flow.manager!r} was entered here",
@@ -286,12 +286,12 @@ def current() -> Any:
         manager.
     """
     entry, key = _FLOW.get(), _AMBIENT.value
-    # Nearly always the entry of this context is the one whose key JAX has, and nothing is searched.
+    # Nearly always, JAX has the key of this context's entry, and no search is needed.
     if entry is None or entry.key is not key or entry.is_left:
         found = _applying()
         if isinstance(found, NoManagerError):
             raise found
-        # Outside of a trace no program is being cached that reads the manager, so a wrong key is
+        # Outside of a trace, JAX caches no program that reads the manager, so a wrong key is
         # harmless.
         if found is not None and found.key.values != key.values and _jax.in_trace():
             other = f"; they know {key}, entered by another task" if key.values is not None else ""

@@ -117,8 +117,8 @@ class Manager:
             "sizes": mesh_sizes(mesh),
             "cache": Recent(),
             "_modes": modes,
-            # JAX's key, and whether an entry has compared with the other processes. The cache
-            # forgets values, and these must last.
+            # JAX's key, and whether an entry has been compared with the other processes. The cache
+            # may forget values, but these must last.
             "_once": {},
             "_uniform": len(set(mesh.axis_types)) == 1,
             "_hash": hash((rules, mesh, mode, effect)),
@@ -214,8 +214,7 @@ class Manager:
 
     def _make_key(self) -> context.Key:
         """Return the manager's part of JAX's cache keys. Equal managers have equal keys."""
-        # JAX never frees a key. The digest of the rules keeps neither them nor their resolutions
-        # alive.
+        # JAX never frees a key. A digest does not keep the rules or their resolutions alive.
         values = (self.rules.fingerprint(), self.mesh, self.mode, self.effect.token)
         key: context.Key = self._once.setdefault("key", context.key_of(values, repr(self)))
         return key
@@ -263,11 +262,12 @@ class Manager:
     def decide(self, request: ShardingRequest, ambient: AbstractMesh | None = None) -> Resolution:
         """Resolve a request as `answer` does, but do not record it.
 
-        For requests whose annotation stays in the trace of a plan, which resolves it again.
+        This is for requests whose annotation stays in the trace of a plan: the plan resolves it
+        again.
         """
         resolution = explain_request(request.under(self.mode), self.rules, self.sizes)
-        # Only a mix of axis types has specs that JAX cannot express: Auto before Explicit in one
-        # dim, or Manual after an axis that is not Manual. And only Explicit axes hold open sums.
+        # Only mixed axis types have specs that JAX cannot express: Auto before Explicit in one dim,
+        # or Manual after an axis that is not Manual. Only Explicit axes can keep a sum unreduced.
         spec = resolution.spec
         if spec is None or (ambient is None and self._uniform and not spec.unreduced):
             return resolution
@@ -298,7 +298,7 @@ class Manager:
 
     @property
     def reads_paths(self) -> bool:
-        """Whether a decision belongs to one path: a rule reads it, or a plan keeps it."""
+        """Whether decisions depend on the path: a rule reads it, or a plan records it."""
         return bool(self.rules.tensors) or self.effect.record is not None
 
     def group(self) -> ProcessGroup | None:
@@ -337,9 +337,8 @@ class Manager:
         """
         if ambient is None:
             return frozenset()
-        # Equality of abstract meshes also covers their devices, so that the abstract mesh that a
-        # user builds may differ from `mesh.abstract_mesh`. Names and sizes are what specs depend
-        # on.
+        # Abstract meshes with different devices are unequal, so a user's abstract mesh may differ
+        # from `mesh.abstract_mesh`. Specs depend only on names and sizes.
         if ambient.shape_tuple != self.mesh.shape_tuple:
             what = f"the ambient mesh is {dict(ambient.shape_tuple)}, the manager's mesh is "
             what += f"{dict(self.mesh.shape_tuple)}"

@@ -36,10 +36,11 @@ class Effect:
 
     Attributes:
       place: Adds the decision for an array: `(x, decided) -> x`.
-      gather: Adds those for a weight as it is used and as it is stored: `(w, use, stored) -> w`.
+      gather: Adds the decisions for a weight as it is used and as it is stored: `(w, use, stored)
+        -> w`.
       token: Part of JAX's cache keys: managers share programs only if their tokens are equal.
-      record: Called with every other request, because its answer may change the trace. None if
-        nothing records.
+      record: Called with every other request, because its answer may change the trace. None to
+        record nothing.
     """
 
     place: Callable[[Any, Decided], Any]

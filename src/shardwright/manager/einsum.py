@@ -130,7 +130,7 @@ def _sharded(matmul: _Contraction, operands: tuple[Any, ...], out: Any, mode: st
     entered = context.current()
     if entered is None:
         return matmul(*operands)
-    # The manager with eformer's names decides by one of this room.
+    # eformer's manager has a manager of this room, which decides.
     manager: Manager = entered if isinstance(entered, Manager) else entered.native()
     mesh = _jax.ambient_mesh() or manager.mesh
     if AxisType.Explicit not in mesh.axis_types:
@@ -169,8 +169,8 @@ def _before_scatter(
 ) -> PartitionSpec:
     """Return the spec of a matmul with a reduced weight, before its sum is scattered.
 
-    JAX takes no cotangent that is sharded along the tokens over a mesh axis that the weight is
-    contracted over, such as tp where it shards LENGTH too. So the sum stays unreduced first.
+    JAX refuses a cotangent whose tokens are sharded over a mesh axis that the weight is contracted
+    over, such as tp if it shards LENGTH too. So the sum first stays unreduced.
     """
     weight = jax.typeof(operands[-1]).sharding.spec
     if not weight.reduced or matmul.function is not jax.lax.dot_general:

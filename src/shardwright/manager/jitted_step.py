@@ -131,7 +131,7 @@ class Argument:
         return problems
 
     def _arrays(self, value: Any) -> Iterator[tuple[Any, Any, Any, Any, Any]]:
-        """Yield path, path of the leaf above, leaf, sharding and array of all restricted arrays."""
+        """Yield (path, path of the leaf above, leaf, sharding, array) for each restricted array."""
         # One annotation may cover a subtree of the input, so each part is a tree of arrays.
         parts = self.structure.flatten_up_to(value)
         given = zip(parts, self.paths, self.leaves, self.shardings, strict=True)
@@ -242,8 +242,8 @@ class JittedStep:
     def _placed(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments with the whole state on the mesh, none of them deleted.
 
-        JAX would place the state too, but would then compile again for the state that the step
-        returns. If an array is deleted, JAX 0.10 ends the process.
+        If JAX placed the state, it would compile again for the state that the step returns. JAX
+        0.10 ends the process if an array is deleted.
         """
         state, structure = jax.tree.flatten(arguments[0])
         try:
@@ -275,8 +275,7 @@ class JittedStep:
         try:
             return function(*arguments)
         except ShardingError:
-            # A ShardingError is a ValueError, and one of the step itself already says what is
-            # wrong.
+            # A ShardingError is a ValueError too, and its message already names the problem.
             raise
         except ValueError as error:
             # JAX compares the shardings before it runs anything.
@@ -314,7 +313,7 @@ def is_open_or_annotation(leaf: Any) -> bool:
 
 
 def checked_state(argument: Argument, before: Any, after: Any) -> Any:
-    """Return the state that a step returns, strongly typed where the state that it takes is.
+    """Return the new state of a step, strongly typed where the old state is.
 
     A state that differs cannot reuse the memory of the old state, and the next call would compile
     again.

@@ -34,8 +34,8 @@ class AllGather:
       sizes: Sizes of these mesh axes.
       order: All mesh axes that split the dim, if one of `axes` is major to an axis that still
         splits the dim afterwards. Else empty.
-      moves: Pairs (source, destination) of positions along `order`, or empty. Before the
-        all-gather, the shards move, so that the gathered parts are in order.
+      moves: Pairs (source, destination) of positions along `order`, or empty. The shards move
+        before the all-gather, so that the gathered parts are in order.
     """
 
     dim: int
@@ -48,8 +48,8 @@ class AllGather:
         """Gather a value."""
         if self.moves:
             w = jax.lax.ppermute(w, self.order, self.moves)
-        # To JAX, the result still varies over the gathered axes. Marked as invariant, it would have
-        # an all-reduce as its transpose, and not a reduce-scatter.
+        # For JAX, the result still varies over the gathered axes. If it were marked as invariant,
+        # the transpose would be an all-reduce instead of a reduce-scatter.
         return jax.lax.all_gather(w, self.axes, axis=self.dim, tiled=True)
 
 
@@ -73,7 +73,7 @@ class ManualGather:
     use: Placement | None
 
     def __call__(self, w: Any) -> Any:
-        """Gather a value. First gather over mesh axes that are not Manual, while it is small."""
+        """Gather a value: first over mesh axes that are not Manual, while the value is small."""
         if self.stored is None or self.between is None or self.use is None:
             constraint.check_kept(w)
             return self._all_gather(w)
@@ -81,8 +81,9 @@ class ManualGather:
         if not self.gathers:
             return w
         spec = self.between.spec
-        # A `shard_map` over the other mesh axes. Otherwise XLA gathers the value over these axes
-        # first if they are Auto, and JAX cannot transpose the all-gather if they are Explicit.
+        # Gather in a `shard_map` over the other mesh axes. Otherwise, if these are Auto, XLA
+        # gathers the value over them first; if they are Explicit, JAX cannot transpose the
+        # all-gather.
         nested = _jax.call_shard_map(
             self._all_gather,
             mesh=None,
@@ -105,8 +106,8 @@ def plan_gather(
 
     Raises:
       ShardingError: See `find_split`.
-      ManualAxisError: The used weight is sharded over a Manual mesh axis. It does not split the
-        value, or it is minor to an axis that is not Manual.
+      ManualAxisError: The used weight is sharded over a Manual mesh axis. This mesh axis does not
+        split the value, or is minor to an axis that is not Manual.
     """
     split = find_split(weight, inputs)
     shape = weight.whole(split)

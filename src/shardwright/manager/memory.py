@@ -18,10 +18,10 @@ HOST: Final = "pinned_host"
 
 
 def host_kind(mesh: Mesh | AbstractMesh, rule: RuleRef | None, path: str = "") -> str:
-    """Return the memory kind of the host: `pinned_host`, or the only one of the backend's hosts.
+    """Return the memory kind of the host: `pinned_host`, or the only host kind of the backend.
 
     Args:
-      mesh: The mesh. An abstract one stands for any backend, and has `pinned_host`.
+      mesh: The mesh. An abstract mesh stands for any backend, and has `pinned_host`.
       rule: The line that puts an array on the host, for the error.
       path: Path of the array, for the error.
 
@@ -69,11 +69,11 @@ def to_device(x: Any, sharding: NamedSharding) -> Any:
 
     In reverse mode its cotangent moves from the device to the host.
     """
-    # Outside of a trace of its own, an abstract mesh names no devices. The space alone keeps the
-    # sharding that the value has.
+    # An abstract mesh names no devices, so pass the memory space alone, which keeps the sharding of
+    # the value.
     if isinstance(sharding.mesh, AbstractMesh):
         return jax.device_put(x, jax.memory.Space.Device)
-    # With the sharding: the compiler would otherwise choose one for the copy on the device.
+    # Pass the sharding too. Otherwise the compiler chooses one for the copy on the device.
     return jax.device_put(x, sharding.with_memory_kind(DEVICE))
 
 
@@ -81,7 +81,7 @@ def to_host(x: Any, sharding: NamedSharding) -> Any:
     """Move a value of a trace from the device to host memory."""
     if isinstance(sharding.mesh, AbstractMesh):
         return jax.device_put(x, jax.memory.Space.Host)
-    # JAX types values in this memory kind alone as being on the host.
+    # JAX types only values of this memory kind as values on the host.
     return jax.device_put(x, sharding.with_memory_kind(HOST))
 
 

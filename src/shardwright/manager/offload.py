@@ -64,7 +64,7 @@ class Offloaded:
     ) -> tuple[Any, OffloadedState]:
         """Return the new parameters and the new state, each in the memory that it had.
 
-        Like `update`, and then `optax.apply_updates`, in one pass over the layers.
+        This does the work of `update` and `optax.apply_updates` in one pass over the layers.
 
         Raises:
           StrategyError, NoManagerError: See `update`.
@@ -75,14 +75,14 @@ class Offloaded:
 def offloaded(optimizer: Any, specs: Any) -> Offloaded:
     """Return an optimizer that brings its state from the host one layer at a time.
 
-    A whole state that moves to the device needs room for all of it there. In a stack of layers,
-    that is a parameter whose first axis is `LAYERS`, the update of a layer needs the state of this
-    layer alone. So the update is a `jax.lax.scan` over the layers, whose carry is the arrays in
-    host memory. Other parameters move whole, and so does a stack that is sharded over its layers.
-    Where nothing is on the host, the same program moves nothing.
+    If the whole state moves, the device needs memory for all of it. In a stack of layers (a
+    parameter whose first axis is `LAYERS`), the update of a layer needs only the state of this
+    layer. So the update is a `jax.lax.scan` over the layers, whose carry is the arrays in host
+    memory. Other parameters move whole, and so does a stack that is sharded over its layers. If
+    nothing is on the host, the same program moves nothing.
 
-    The optimizer must work leaf by leaf. Each layer of a stack is a parameter of its own to it, as
-    if the layers were not stacked. Clip by the global norm before:
+    The optimizer must work leaf by leaf. It treats each layer of a stack as a separate parameter,
+    as if the layers were not stacked. To clip by the global norm, clip first:
     `optax.chain(optax.clip_by_global_norm(1.0), sw.offloaded(optax.adam(1e-3), specs))`.
 
     Args:
@@ -188,7 +188,7 @@ class _LayerUpdate:
     def _scanned(self, members: list[int], own: list[int]) -> tuple[dict[int, Any], dict[int, Any]]:
         targets = self._targets()
         # An update overwrites the gradient of its layer, unless its dtype differs. XLA updates a
-        # carry in place, and a second array of the size of the parameters never exists.
+        # carry in place, so no second array of the size of the parameters exists.
         buffers = {
             at: targets[at] for at in members if self.apply or self.dtypes[at] == targets[at].dtype
         }
@@ -262,7 +262,7 @@ class _LayerUpdate:
         """Check that the update of each parameter reads no other parameter's arrays.
 
         The check follows the trace of an update of the whole tree, so it is certain for optimizers
-        of any kind. It takes all results of a loop or a branch to depend on all of its operands.
+        of any kind. It assumes that each result of a loop or a branch depends on all operands.
 
         Returns:
           The dtype of each update.
@@ -315,7 +315,7 @@ def _read_by_results(jaxpr: Any, inputs: Sequence[frozenset[int]]) -> list[froze
 
 
 def _unfit(path: str, leaf: Any, annotation: Any) -> Problem | None:
-    """Return the problem of an array of a state that has no slice for each layer, or None."""
+    """Return the problem of an array of the state that has no slice per layer, or None."""
     if isinstance(annotation, PartOf):
         if annotation.dims == tuple(range(len(annotation.shape))):
             return None

@@ -62,7 +62,7 @@ def place(
       path: Path of the array, if it is a leaf of a tree.
     """
     # A trace calls this function thousands of times, nearly always with a tracer. So test for a
-    # tracer once, and build a request only if its decision is not in the cache.
+    # tracer once, and build a request only if the cache lacks its decision.
     traced = isinstance(x, Tracer)
     # A leaf has a path, and its data was compared between processes together with its tree.
     if not traced and path is None:
@@ -84,7 +84,7 @@ def place(
         mode,
         role,
         strict,
-        get_abstract_mesh(),  # the empty one if no mesh is ambient
+        get_abstract_mesh(),  # the empty mesh if none is ambient
         path if path is not None and manager.reads_paths else None,
     )
     try:
@@ -191,7 +191,7 @@ def global_array(
     if global_shape is None:
         global_shape = constraint.global_shape(sharding, local.shape)
     shape = tuple(global_shape)
-    # Without `global_shape=`, the sizes are known only here, and may not divide.
+    # Without `global_shape=`, the sizes become known only here, and may not divide.
     manager.answer(ShardingRequest(annotation, shape, mode)).require()
     if group is not None:
         # `make_array_from_process_local_data` does not compare the copies of a shard. Replicas that
@@ -243,7 +243,7 @@ def shard_map(
 def check_varying(x: Any, resolution: Resolution, path: str | None) -> None:
     """Check that an array varies over every Manual mesh axis that its dims are sharded over.
 
-    A cached resolution may have the path of another array, so the error has the path given here.
+    A cached resolution may have the path of another array, so errors use the path given here.
     """
     varying = _jax.varying_axes(x)
     if all(axis in varying for each in resolution.decisions for axis in each.manual):

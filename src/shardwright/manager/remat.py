@@ -19,7 +19,7 @@ def remat_policy(manager: Manager, names: Iterable[str] = (), *, dots: bool = Fa
     """Return a policy of `jax.checkpoint` that saves values by their names.
 
     Args:
-      manager: Its rules of `[memory]` say where the values live, and name more of them.
+      manager: Its rules of `[memory]` say where the values live, and may name further values.
       names: Names of `checkpoint_name`.
       dots: Whether matmuls without batch dims are saved too.
 
@@ -32,7 +32,7 @@ def remat_policy(manager: Manager, names: Iterable[str] = (), *, dots: bool = Fa
             raise StrategyError(what, fix='write pm.remat_policy("a", "b"), one argument per name')
     saved = manager.rules.saved
     every = tuple(dict.fromkeys([*names, *(name for name, _ in saved.names)]))
-    # The same policy each time, because JAX traces again for another function.
+    # Return the same policy each time, because JAX traces again for another function.
     policy: RematPolicy = manager.remember(
         ("remat_policy", every, dots), lambda: _policy(manager, every, dots=dots)
     )

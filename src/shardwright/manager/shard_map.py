@@ -45,7 +45,8 @@ from shardwright.vocabulary.axes import LAYERS, UNCONSTRAINED, axis_label, canon
 from shardwright.vocabulary.lowering import Dim, as_shape, lower
 from shardwright.vocabulary.merged_dims import MergedDim
 
-# The mesh axes of each dim of the inputs. The key is the axes of the dim: several for a composite.
+# The mesh axes of each dim of the inputs. The key is the tuple of axes of the dim: several for a
+# composite.
 _AxesByName = dict[tuple[str, ...], tuple[str, ...]]
 
 
@@ -110,7 +111,7 @@ class SemanticShardMap:
         out_specs = jax.tree.map(
             lambda output: self._out_spec(output.annotation, mesh_axes), outputs
         )
-        # `dims` too, because `_with_inputs` puts them into the function that is cached.
+        # `dims` is part of the key, because `_with_inputs` puts it into the cached function.
         key = (
             jax.tree.structure((in_specs, out_specs)),
             tuple(jax.tree.leaves((in_specs, out_specs))),
@@ -363,7 +364,7 @@ class SemanticShardMap:
 def inputs_of(
     dims: Sequence[tuple[Dim, ...]], values: Sequence[Any], specs: Sequence[PartitionSpec]
 ) -> Inputs:
-    """Return what `gather` reads of the inputs of a `shard_map`. Call it inside of that.
+    """Return what `gather` reads of the inputs of a `shard_map`. Call it inside the `shard_map`.
 
     Args:
       dims: Lowered dims of each input.

@@ -33,7 +33,7 @@ def place_for_shard_map(
       arguments: Trees of global arrays.
       in_specs: One tree of specs per argument, of the argument's structure.
       mesh: Mesh of the specs. If a mesh is ambient, its axis types apply.
-      keep_reduced: Whether an argument stays reduced over the mesh axes that its type says, for
+      keep_reduced: Whether an argument stays reduced over the mesh axes of its type, for
         `reduced_specs`. Otherwise the `shard_map` sums its gradient.
 
     Raises:
@@ -110,10 +110,10 @@ def nested_shard_map(
 ) -> Callable[..., Any]:
     """Return `jax.shard_map` of `f` over the mesh axes that an outer `shard_map` leaves.
 
-    Its gradient compiles. That of a plain `jax.shard_map` does not: the residuals between its two
-    directions vary over the outer axes too, and get shardings that XLA refuses. So the backward
-    pass is a `shard_map` of its own, which runs `f` again. Only reverse mode is supported, and
-    only arguments can be differentiated, not values that `f` closes over.
+    Its gradient compiles. The gradient of a plain `jax.shard_map` does not compile: the residuals
+    between its two directions vary over the outer axes too, and get shardings that XLA refuses. So
+    the backward pass is a `shard_map` of its own, which runs `f` again. Only reverse mode is
+    supported, and only arguments can be differentiated, not values that `f` closes over.
 
     Args:
       f: Function of trees of local arrays.
@@ -136,8 +136,9 @@ def nested_shard_map(
 
         def forward(floats: list[Any], others: list[Any]) -> Any:
             mapped = _over_rest(local, (float_specs, other_specs), out_specs)
-            # One equation, which a scan over layers does not split. It would move the part that
-            # depends on no float out of the loop, with residuals that XLA refuses.
+            # Make it one equation, which a scan over layers does not split. Otherwise the scan
+            # would move the part that depends on no float out of the loop, with residuals that XLA
+            # refuses.
             return jax.checkpoint(mapped)(floats, others)
 
         def backward(saved: Any, cotangents: Any) -> Any:

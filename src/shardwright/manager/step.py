@@ -100,7 +100,8 @@ def jit_step(
     state_shardings = _shardings_of(manager, state, "state")
     described = jitted_step.Argument("state", state, state_shardings)
     input_shardings = [
-        # An input may be annotated with an empty tuple. In the state, that is an empty node.
+        # An input may be annotated with an empty tuple. In the state, an empty tuple is an empty
+        # node.
         _shardings_of(manager, tree, f"input {position}", is_leaf=is_annotation)
         for position, tree in enumerate(inputs)
     ]
@@ -110,12 +111,12 @@ def jit_step(
 
     @functools.wraps(step)
     def run(state: Any, *inputs: Any) -> tuple[Any, Any]:
-        # Inside the traced function, so that `step`, `lower` and `trace` need no `with pm:`. Inside
-        # a trace, `with manager` sets no mesh, because JAX may not know the devices of an abstract
-        # mesh. Here `in_shardings` name them.
+        # Enter inside the traced function, so that `step`, `lower` and `trace` need no `with pm:`.
+        # Inside a trace, `with manager` sets no mesh, because JAX may not know the devices of an
+        # abstract mesh. Here `in_shardings` name them.
         mesh = (_jax.ambient_mesh() or manager.mesh).abstract_mesh
         with manager, jax.sharding.use_abstract_mesh(mesh):
-            # Back to the host it moves by `out_shardings`.
+            # `out_shardings` move it back to the host.
             moved = state if keeps_params else memory.fetch(state, state_shardings)
             result = step(moved, *inputs)
         if not (isinstance(result, tuple) and len(result) == 2):
@@ -190,7 +191,7 @@ def _argument_sharding(manager: Manager, leaf: Any, path: str) -> NamedSharding:
 
 
 def _shapes_alone(params: Any) -> list[Problem]:
-    """Return a problem for the first parameter that is a shape and not an array."""
+    """Return a problem for the first parameter that has only a shape and is not an array."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     return [
         Problem(

@@ -67,8 +67,8 @@ def _by_annotation(manager: Manager, mode: str | None, role: Role | str) -> Shar
     if known is None:
 
         def make(annotation: Any, shape: tuple[int, ...]) -> NamedSharding:
-            # `shardings` suppresses this error, and its loop over the leaves reports the path of
-            # this one.
+            # `shardings` suppresses this error. Its loop over the leaves raises it again, with the
+            # path.
             if not is_annotation(annotation):
                 raise TypeError
             return manager.sharding_of(
@@ -111,7 +111,8 @@ def agree(
             rules = [str(part.rule) for part in resolution.decisions if part.rule is not None]
             text, places = f"{text} as {spec_text(resolution.require())}", "; ".join(rules)
         finally:
-            # Also for a leaf that does not resolve, so that its process does not seem to lack it.
+            # Include leaves that do not resolve, so that they do not seem to be missing in this
+            # process.
             facts[leaf.path or "the array"] = Fact(text, places)
 
     failure: ShardingError | None = None
@@ -134,8 +135,8 @@ def init(manager: Manager, specs: Any, key: Any, *, mode: str | None = None) -> 
     request = (*jax.tree.flatten(specs), mode)
     kept: tuple[Any, Any] = manager.cache["init"] or (None, None)
     before, init = kept
-    # Cache only the last function. An initializer of jax.nn that is created again does not
-    # equal the first one, so a cache of all functions would grow.
+    # Cache only the last function. Two initializers of jax.nn are unequal even with equal
+    # arguments, so a cache of all functions would grow.
     if before != request:
         init = jax.jit(
             initialize.initializer(specs), out_shardings=shardings(manager, specs, mode=mode)

@@ -6,8 +6,8 @@ local shape. So the global shape is determined first, from one of these:
 1. The caller passes it: `gather(..., shape=)`.
 2. JAX tracks the Manual mesh axes that a value varies over (`check_vma=True`), and only one global
    shape fits these axes.
-3. `pm.shard_map` knows the global shapes of its inputs. All inputs that the value may be must have
-   the same shards.
+3. `pm.shard_map` knows the global shapes of its inputs. All inputs that could be the value must
+   have the same shards.
 
 The global shape then resolves to the stored sharding and to the `use` sharding.
 """
@@ -38,8 +38,8 @@ from shardwright.vocabulary.lowering import Dim
 # For each dim, the Manual mesh axes that a value is split over, major first.
 Split = tuple[tuple[str, ...], ...]
 
-# The most ways to split one value that are tried.
-# Each trial resolves one shape. Six Manual mesh axes and a weight of rank 3 give 4**6 trials.
+# How many ways to split one value are tried at most. Each trial resolves one shape. Six Manual mesh
+# axes and a weight of rank 3 give 4**6 trials.
 _MAX_TRIALS: Final = 4096
 
 
@@ -192,7 +192,7 @@ def _split_of_shape(weight: Weight, shape: tuple[int, ...]) -> Split:
 def _split_of_input(
     weight: Weight, inputs: Inputs | None, *, among: Sequence[Split] | None = None
 ) -> Split:
-    """Return the split of the inputs that the value may be. They must all have the same split.
+    """Return the split of the inputs that could be the value. All must have the same split.
 
     Args:
       weight: The weight.
@@ -219,7 +219,7 @@ def _split_of_input(
 
 
 def _candidates(weight: Weight, inputs: Inputs | None) -> list[Input]:
-    """Return the inputs that the value may be: they have its shape, and axes that fit the weight.
+    """Return the inputs that could be the value: they have its shape, and axes that fit the weight.
 
     A dim that is annotated `EMPTY`, or with an entry of a literal spec, fits any axis.
     """
@@ -289,13 +289,13 @@ def _axes_of(dim: Dim) -> Any:
 def _fitting(weight: Weight, axes: list[str]) -> list[Split]:
     """Return every split, over all or some of the axes, that agrees with the rules.
 
-    A split implies a global shape. The split agrees if that shape resolves to the same split.
+    A split implies a global shape. The split agrees if the global shape resolves to the same split.
 
     Raises:
       ShardingError: No global shape resolves.
     """
-    # EMPTY does not depend on sizes, so the local shape tells which dims are never split. Problems
-    # of that resolution do not matter.
+    # EMPTY does not depend on sizes, so the local shape tells which dims are never split. Ignore
+    # the problems of this resolution.
     decisions = weight.stored(weight.local).decisions
     dims = [
         dim
@@ -326,7 +326,7 @@ def _fitting(weight: Weight, axes: list[str]) -> list[Split]:
             fitting.append(split)
     if fitting:
         return fitting
-    # The shape that is closest to a resolution has the most useful messages.
+    # The shape that is closest to a resolution gives the most useful messages.
     best = min(failed, key=lambda resolution: len(resolution.problems), default=None)
     problems = [_unknown_shard(weight)] if best is None else best.problems
     raise_problems(problems, resolution=best)

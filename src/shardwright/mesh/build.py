@@ -181,8 +181,8 @@ def abstract_mesh(
         name = spec.names[spec.sizes.index(INFER)]
         what, fix = f"mesh axis {name} = -1 needs a number of devices", "pass devices=8"
         raise MeshSpecError(what, fix=f"{fix}, or give the size", mesh_axes=(name,))
-    # The types are passed always: by default the axes of an `AbstractMesh` are Auto in JAX 0.10,
-    # and Explicit in JAX 0.11 and 0.12.
+    # Always pass the types: the axes of an `AbstractMesh` default to Auto in JAX 0.10, and to
+    # Explicit in JAX 0.11 and 0.12.
     return AbstractMesh(spec.sizes, spec.names, axis_types=types)
 
 
@@ -216,7 +216,7 @@ def mesh_sizes(
     >>> mesh_sizes([("dp", 2), ("tp", 4)])
     {'dp': 2, 'tp': 4}
     """
-    # It was checked when it was built, and each call of `explain` comes here.
+    # A `MeshSizes` was checked when it was built. Each call of `explain` comes here.
     if isinstance(mesh, MeshSizes):
         return mesh
     if isinstance(mesh, Mesh | AbstractMesh):
@@ -277,8 +277,8 @@ def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
     dcn = _dcn(spec, slices)
     inner = tuple(size // part for size, part in zip(spec.sizes, dcn, strict=True))
     blocks = np.stack([_arrange_slice(spec, inner, members) for members in slices.values()])
-    # The dims of `blocks` are the parts across slices, then the parts inside. Each axis joins its
-    # two parts with the one across slices as major, so they must be neighbors before the reshape.
+    # The dims of `blocks` are the parts across slices, then the parts inside. The reshape joins the
+    # two parts of each axis, with the part across slices as major, so they must be neighbors.
     paired = [axis for dim in range(len(inner)) for axis in (dim, len(inner) + dim)]
     return blocks.reshape(dcn + inner).transpose(paired).reshape(spec.sizes)
 
@@ -306,7 +306,8 @@ def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
     by_slice = _grouped(devices, "slice_index")
     # GPU and CPU clusters often have one process per device, so processes count as slices only if
     # dcn is given.
-    # A TPU slice may have several processes with a fast network between them. They never count.
+    # A TPU slice may have several processes with a fast network between them, so they never count
+    # as slices.
     if len(by_slice) == 1 and math.prod(spec.dcn) > 1 and devices[0].platform != "tpu":
         by_slice = _grouped(devices, "process_index")
     counts = {len(members) for members in by_slice.values()}
@@ -354,7 +355,8 @@ def default_dcn(spec: MeshSpec, count: int) -> tuple[int, ...]:
     for axis in _SLICE_AXES:
         if sizes.get(axis, 1) % count == 0:
             return tuple(count if name == axis else 1 for name in spec.names)
-    # No axis alone: dp:4,fsdp:4 over 16 hosts. The outermost axis takes as many as it can.
+    # No single axis suffices: dp:4,fsdp:4 over 16 hosts. The outermost axis takes as many slices as
+    # it can.
     parts, rest = dict.fromkeys(spec.names, 1), count
     for axis in _SLICE_AXES:
         part = math.gcd(sizes.get(axis, 1), rest)
@@ -383,7 +385,8 @@ def default_dcn(spec: MeshSpec, count: int) -> tuple[int, ...]:
 def _arrange_slice(spec: MeshSpec, shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
     """Arrange the devices of one slice in an array of shape `shape`."""
     if spec.contiguous or devices[0].platform != "tpu":
-        # `np.array` would guess a shape from the devices. Assignment keeps each as one element.
+        # `np.array` would guess a shape from the devices. Assignment keeps each device as one
+        # element.
         grid = np.empty(len(devices), dtype=object)
         grid[:] = devices
         return grid.reshape(shape)
@@ -443,7 +446,7 @@ def _more_devices(spec: MeshSpec, devices: Sequence[Any]) -> str:
 
 
 def _axis_type(value: object, place: str) -> AxisType:
-    # Not Manual: only `shard_map` makes mesh axes Manual.
+    # Manual is left out: only `shard_map` makes mesh axes Manual.
     if value in (AxisType.Auto, AxisType.Explicit):
         return AxisType(value)
     if isinstance(value, str) and value in _AXIS_TYPES:

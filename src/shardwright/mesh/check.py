@@ -16,11 +16,12 @@ from shardwright.vocabulary.integers import as_integer, quoted
 
 INFER: Final = -1
 LONGEST_SIZE: Final = 19  # digits; no mesh has more devices
-# Prefix of mesh text: devices keep their order. And prefix of a name: the part that crosses slices.
+# Prefixes: of mesh text, if devices keep their order; and of a name, for the part that crosses
+# slices.
 CONTIGUOUS: Final = "!"
 DCN: Final = "dcn."
 
-# No blanks and quotes, and no signs of the grammars of rules and of mesh texts.
+# No blanks, no quotes, and no symbols of rules or mesh texts.
 _NAME = re.compile(r"""(?![-!])[^\s+|:,?"']+""")
 _NAME_FIX = "use a plain name such as dp, fsdp, tp, ep, sp or pp"
 
@@ -54,7 +55,7 @@ def name_fault(name: object) -> str:
     """
     if not isinstance(name, str):
         return f"is of type {type(name).__name__}, not a string"
-    # `_` is a word of annotations.
+    # `_` has a meaning in annotations.
     if name == EMPTY or name.startswith(DCN) or not _NAME.fullmatch(name):
         return "cannot be written in rules and mesh texts"
     return ""

@@ -53,8 +53,8 @@ class MeshSpec:
             for name, size in zip(self.names, self.dcn, strict=False)
             if size > 1
         ]
-        # Parts that are all 1 differ from no parts: without any, the slices split a default axis.
-        # The text must keep this.
+        # Parts that are all 1 differ from no parts: without parts, the slices split a default axis.
+        # The text must show the difference.
         if self.dcn and not crossing:
             crossing = [f"{DCN}{self.names[0]}:1"]
         return (CONTIGUOUS if self.contiguous else "") + ",".join(crossing + parts)
@@ -137,7 +137,7 @@ def resolve_sizes(spec: MeshSpec, count: int, *, hint: str = "") -> MeshSpec:
     filled = dataclasses.replace(
         spec, sizes=tuple(int(count) // needed if size == INFER else size for size in spec.sizes)
     )
-    # The part of the axis that was -1 could not be compared with its size before.
+    # Before, the size of the axis was -1, and its part could not be compared with it.
     axes = zip(spec.names, filled.sizes, spec.dcn, strict=False)
     raise_problems([problem for axis in axes for problem in dcn_divides(*axis)])
     return filled

@@ -1,4 +1,4 @@
-"""What several processes check of each other: equal rules and data, and that all of them live.
+"""Checks between several processes: equal rules, equal data, and whether all processes are alive.
 
 Each check writes to JAX's coordination store and waits there: no collective and no device. This
 room takes a mesh, options and facts (values as text), and knows nothing of managers.

@@ -115,7 +115,7 @@ class _Entering:
         self._store.set(self._own, json.dumps(entry).encode())
 
     def look(self, waited: float) -> MeetingVerdict | None:
-        """Look, as the first process, for absent ones that have entered another manager."""
+        """Look, as the first process, for absent processes that have entered another manager."""
         if not self.meeting.is_first:
             return None
         if not self._published:
@@ -129,7 +129,7 @@ class _Entering:
         return _differing(others)
 
     def failure(self) -> MeetingVerdict:
-        """Return the verdict if a process has not entered the manager, and no other one."""
+        """Return the verdict if a process has entered neither the manager nor another one."""
         absent = self.absent()
         if self.meeting.is_complete or not absent:
             return unanswered(self._text)
@@ -182,7 +182,7 @@ class _Entering:
         return entered
 
     def _absent(self, entered: dict[int, dict[str, Any]]) -> list[int]:
-        # An entry of an attempt that failed may still be in the store.
+        # The store may still have an entry of a failed attempt.
         def is_there(rank: int) -> bool:
             entry = entered.get(rank, {}).get(self._name)
             return entry is not None and entry["attempt"] == self.meeting.attempt
@@ -193,8 +193,8 @@ class _Entering:
         """Return the digest of the manager that each absent process has entered instead.
 
         This is the first manager that the absent process has entered and this process has not.
-        Entries with a lower number than this one may be those of other threads, so they are left
-        out. If `late` is true, they are included, except those whose comparison failed.
+        Entries with a lower number may belong to other threads, so they are left out. If `late` is
+        true, they are included, except those whose comparison failed.
         """
         entered = self._entered()
         own, others = entered.get(self._group.rank, {}), {}

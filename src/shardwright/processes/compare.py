@@ -178,7 +178,8 @@ def compare(
       fix: How to fix a difference.
       patience: Seconds to wait for the other processes. The wait starts
         again while every absent process compiles, as its watchdog says.
-      detail: `what`, with what distinguishes it from other calls of its kind. Defaults to `what`.
+      detail: `what` with details that distinguish the call from others of its kind. Defaults to
+        `what`.
 
     Raises:
       AgreementError: The values differ, or a process has not made the call in time.
@@ -193,8 +194,8 @@ def compare(
     store.set(f"{meeting.folder}/digests/{group.rank}", digest.encode())
     meeting.arrive()
     if meeting.is_first and number > _KEPT:
-        # All processes have made the calls before this one, so their keys are not needed. Keep the
-        # last few, because other threads may still compare.
+        # All processes have finished the earlier calls, so their keys are not needed. Keep the last
+        # few, because other threads may still compare.
         store.delete(f"{room}/{number - _KEPT}")
     waiting = Waiting(group, meeting, what, detail or what, patience)
     try:
@@ -218,7 +219,8 @@ def compare(
     pair = verdict["differ"]
     if group.rank in pair:
         store.set(f"{meeting.folder}/facts/{group.rank}", packed(facts))
-    # A bool as an index: whoever agrees with the first process reads the values of the second one.
+    # The index is a bool: a process that agrees with the first one reads the values of the second
+    # one.
     other = pair[digest == verdict["first"]]
     theirs = store.wait(f"{meeting.folder}/facts/{other}", _FACTS_S)
     if theirs is None:
@@ -238,8 +240,8 @@ class Waiting:
     """The wait of one process in a comparison, as the others can read it.
 
     The main threads of two processes may wait for each other in different calls. Neither continues,
-    so both calls fail. Other threads are left out, because another one may make the call. Only the
-    first process of a call reads what the others wait for.
+    so both calls fail. Waits of other threads are left out, because another thread may still make
+    the call. Only the first process of a call reads what the others wait for.
 
     Args:
       group: The processes.
@@ -258,7 +260,7 @@ class Waiting:
         self._published = self._reported = False
 
     def look(self, waited: float) -> MeetingVerdict | None:
-        """Say where this process waits. If it is the first one, look for whom it waits."""
+        """Publish where this process waits. The first process also looks who is absent."""
         self._publish()
         if not self._meeting.is_first:
             return None
@@ -283,7 +285,7 @@ class Waiting:
         return {"error": text}
 
     def withdraw(self) -> None:
-        """Delete what this process has said."""
+        """Delete what this process has published."""
         if self._published:
             self._group.store.delete(f"{ROOT}/waits/{self._group.rank}")
 
@@ -312,7 +314,7 @@ class Waiting:
         return f"{text} ({processes_text(compiling)}: compiling)" if compiling else text
 
     def _crossing(self, absent: Sequence[int]) -> MeetingVerdict | None:
-        """Return what is wrong if an absent process waits for this call's processes in another."""
+        """Return the problem if an absent process waits for these processes in another call."""
         store, own = self._group.store, (self._meeting.room, self._meeting.attempt)
         waits = {
             int(rank): json.loads(text) for rank, text in store.entries(f"{ROOT}/waits").items()
@@ -337,7 +339,7 @@ class Waiting:
 
 
 def publish_ranks(group: ProcessGroup) -> None:
-    """Write the ranks of a group by its name. They are too long for every key that has the name."""
+    """Write the ranks of a group by its name. The ranks are too long to repeat in every key."""
     group.store.set(f"{ROOT}/groups/{group.name}/ranks", json.dumps(group.ranks).encode())
 
 

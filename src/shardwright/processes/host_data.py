@@ -82,7 +82,7 @@ def compare_copies(
 ) -> None:
     """Compare the data of shards that devices of several processes hold.
 
-    Each process cuts these shards from its own part of a global array. Other shards are not read.
+    Each process cuts these shards from its own part of a global array, and reads no other shards.
 
     Raises:
       AgreementError: The data differs, or a process did not make the call.
@@ -135,7 +135,7 @@ def _sides(holders: dict[Bounds, set[int]], rank: int, dims: int) -> list[list[t
 def _given_whole(
     sharding: NamedSharding, shape: tuple[int, ...], local: tuple[int, ...], rank: int
 ) -> tuple[int, ...]:
-    """Return the processes that pass a whole dim though their devices hold only a part of it.
+    """Return the processes that pass a whole dim although their devices hold only a part of it.
 
     They must pass equal data. Empty if this process passes no such dim.
     """
@@ -164,8 +164,8 @@ def _shared_shards(
 ) -> dict[tuple[int, ...], tuple[tuple[str, LocalSlices], ...]]:
     """Return the shards of a process that others hold too, by the ranks of all that hold them.
 
-    Each is the text of its place, which is empty if it is all that the process holds, and the
-    slices of the process's part. `local` is the shape of that part.
+    Each entry has the place as text (empty if it is all that the process holds), and slices of the
+    process's part. `local` is the shape of this part.
     """
     holders = _holders(sharding, shape)
     sides = _sides(holders, rank, len(shape))
@@ -173,8 +173,8 @@ def _shared_shards(
     shared: dict[tuple[int, ...], list[tuple[str, LocalSlices]]] = {}
     for box in own:
         if len(holders[box]) > 1:
-            # The part of a process has its shards in order, without those of other processes
-            # between them, unless it has the whole dim.
+            # The part of a process has the process's shards in order, without gaps, unless it has
+            # the whole dim.
             starts = [
                 side[0] if size == whole else known.index(side) * (side[1] - side[0])
                 for known, side, size, whole in zip(sides, box, local, shape, strict=True)

@@ -1,9 +1,9 @@
-"""A meeting of processes in JAX's coordination store: all arrive, and one verdict is for all.
+"""A meeting of processes in JAX's coordination store: all arrive, and all get one verdict.
 
 Each process announces itself, counts itself, and waits for one key, so the number of its messages
 does not depend on the number of processes. The process that arrives last reads what the others
-have announced, and writes the verdict. While others wait, the process that arrived first looks
-after all of them: it reads who is absent, and why. If a wait fails, it fails for all processes, and
+have announced, and writes the verdict. While others wait, the process that arrived first acts for
+all: it reads which processes are absent, and why. If a wait fails, it fails for all processes, and
 their next call is a new attempt.
 """
 
@@ -24,9 +24,9 @@ _SLICE_S: Final = 5.0
 _OTHERS_LOOK_S: Final = 3.0
 # Seconds in which the process that decides, or closes the meeting, writes the verdict.
 _VERDICT_S: Final = 5.0
-# Added to the number of arrivals if a wait fails. The store adds to a number in one step, so
-# either the last arrival decides, or the first failure. Numbers of the store have 32 bits: enough
-# for 32,767 processes, of which each fails.
+# Added to the number of arrivals if a wait fails. The store adds to a number in one step, so either
+# the last arrival or the first failure decides. Numbers of the store have 32 bits: enough if each
+# of 32,767 processes fails.
 _CLOSED: Final = 2**16
 
 MeetingVerdict = dict[str, Any]
@@ -64,7 +64,7 @@ class Meeting:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process looks after the others."""
+        """Whether this process, which arrived first, acts for the others."""
         return self.place == 1
 
     def decide(self, verdict: MeetingVerdict) -> None:
@@ -73,7 +73,7 @@ class Meeting:
 
     def close(self, verdict: Callable[[], MeetingVerdict]) -> None:
         """Fail for all processes, unless all have arrived or another one has closed it."""
-        # The low 16 bits count the arrivals, and the others count who has closed it.
+        # The low 16 bits count arrivals, and the high bits count attempts to close.
         value = self._store.count(f"{self.folder}/arrived", _CLOSED)
         self.is_complete = value % _CLOSED >= self._count
         if value // _CLOSED == 1 and not self.is_complete:
@@ -86,10 +86,10 @@ class Meeting:
         return None if data is None else json.loads(data)
 
     def extends(self, is_late: Callable[[], bool]) -> bool:
-        """Tell whether all processes wait once more.
+        """Return whether all processes extend the wait.
 
         The first process decides this each time, and counts it. The others compare the count with
-        that of their last call, so they do not wait for a first process that has ended.
+        that of their last call, so they do not wait for a first process that no longer runs.
         """
         key = f"{self.folder}/extensions"
         if self.is_first:
@@ -123,7 +123,7 @@ def collect(
       look: Called now and then with the seconds of waiting. It returns a verdict if the meeting
         cannot succeed.
       fail: Returns the verdict if not all processes arrive in time.
-      is_late: Tells whether an absent process is late, and not busy with a program's compilation.
+      is_late: Tells whether an absent process is late, and not just compiling.
       patience: Seconds to wait.
       first_look: Seconds until the first call of `look`.
     """
@@ -148,7 +148,7 @@ def collect(
         if failed is None and now < deadline:
             continue
         if closed:
-            return fail()  # the process that decides, or another one that closed it, has ended
+            return fail()  # the process that decides or has closed it no longer runs
         if failed is None and meeting.extends(is_late):
             deadline = now + patience
             continue
@@ -157,7 +157,7 @@ def collect(
 
 
 def any_late(store: _jax.CoordinationStore, absent: Sequence[int]) -> bool:
-    """Tell whether an absent process does anything else than compile.
+    """Return whether an absent process does anything other than compile.
 
     If none is absent, the last process has arrived without a verdict, and nobody compiles.
     """

@@ -96,12 +96,12 @@ class Watchdog(threading.Thread):
         self._groups, self._seconds = {group.ranks}, float(seconds)
         self._main = _MainThread()
         self._seen: dict[int, tuple[int, float]] = {}
-        # The line in which a process has waited longest, and since when others have ended or were
-        # in other lines.
+        # The line in which a process has waited longest, and since when other processes have ended
+        # or been at other lines.
         self._waited_at = ""
         self._apart: dict[int, float] = {}
         self._own = _Beat()
-        self._exit: dict[str, Any] = {}  # fields of the next beats, after this process ends
+        self._exit: dict[str, Any] = {}  # fields of the next beats, set when this process ends
         self._only_jax_errors_since = 0.0
         atexit.register(self._leave)
 
@@ -131,7 +131,7 @@ class Watchdog(threading.Thread):
         while True:
             now = time.monotonic()
             if now - last > 4 * self._interval + 1:
-                self._seen.clear()  # this process was stopped, so the others were not silent
+                self._seen.clear()  # this process was stopped, so others were not silent
                 self._apart.clear()
                 self._main.restart()
             last = now
@@ -177,7 +177,7 @@ class Watchdog(threading.Thread):
         self._store.set(f"{_ROOM}/summary/{self._rank}/now", json.dumps(summary).encode())
 
     def _follow(self, leader: int) -> bool:
-        """Read the summary of a leader. End this process if it says so, or if it is old."""
+        """Read a leader's summary. End this process if the summary says so, or is old."""
         found = self._store.entries(f"{_ROOM}/summary/{leader}")
         if not found:  # the leader has not entered its manager yet, or has no watchdog
             return self._own.state == _State.ENDED
@@ -222,8 +222,9 @@ class Watchdog(threading.Thread):
     def _missing(self, beats: dict[int, _Beat]) -> dict[int, str]:
         """Return a text for each process that is missing, by rank.
 
-        If a process is killed, the collectives of others raise errors of JAX before it has been
-        silent for long. So such errors are not reported at once, and only if no process is silent.
+        If a process is killed, the collectives of others raise errors of JAX before the killed
+        process counts as silent. So such errors are reported later, and only if no process is
+        silent.
         """
         silent = self._silent(beats, self._seconds - self._interval)
         raised = {
@@ -257,8 +258,8 @@ class Watchdog(threading.Thread):
     def _elsewhere(self, beats: dict[int, _Beat]) -> dict[int, str]:
         """Return the processes that have ended, or are in another line, while one waits.
 
-        A process that just ended, or just went on to the next line, may have taken part in the
-        collective, and the one that waits wakes late. So it counts only if it has been apart, or
+        A process that just ended or moved to the next line may have taken part in the collective,
+        while the waiting process wakes late. So it counts only if it has been at other lines, or
         silent, for half of the time. A process that compiles is not missing, however long it takes.
         """
         beats = {rank: beat for rank, beat in beats.items() if rank in self._led}
@@ -293,7 +294,7 @@ class Watchdog(threading.Thread):
         return missing
 
     def _note_apart(self, beats: dict[int, _Beat], place: str, now: float) -> None:
-        """Note since when processes have ended, or are in other lines than the one that waits."""
+        """Record since when processes have ended, or are at other lines than the waiting one."""
         if place != self._waited_at:
             self._waited_at = place
             self._apart.clear()
@@ -316,7 +317,8 @@ class Watchdog(threading.Thread):
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         jax_error = isinstance(error, jax.errors.JaxRuntimeError)
         self._exit = {"state": _State.RAISED, "text": text, "jax_error": jax_error}
-        # JAX would wait here for the others, and they wait for this process. The thread ends it.
+        # Otherwise JAX would wait here for processes that wait for this one. The thread of the
+        # watchdog ends this process.
         self.join(self._seconds + 4 * self._interval)
         os._exit(1)
 
@@ -378,7 +380,7 @@ class _MainThread:
 
     def _answer(self, _: object) -> int:
         self._pending = False
-        if not _jax.is_in(sys._getframe(), collect.__code__):  # there it waits for a process
+        if not _jax.is_in(sys._getframe(), collect.__code__):  # there it waits for others
             self._ran = True
         return 0
 
@@ -398,7 +400,7 @@ class _MainThread:
             self._since = now
         self._ran, self._before = False, now
         self._main_cpu, self._process_cpu = main, process
-        # CPython's queue of pending calls is short, so there is at most one call of this in it.
+        # CPython's queue of pending calls is short, so it holds at most one call of this observer.
         if not self._pending:
             self._pending = True
             ctypes.pythonapi.Py_AddPendingCall(self._call, None)

@@ -13,15 +13,16 @@ from shardwright.reshard.route import local_dtype
 from shardwright.vocabulary.integers import quoted
 from shardwright.vocabulary.read import floating
 
-# Of floating-point leaves after a move.
+# Dtypes that floating-point leaves may have after a move.
 FLOATS: Final = floating(fix="pass a floating-point dtype, such as jnp.bfloat16")
 
 
 def check_value(path: str, value: Any) -> list[Problem]:
-    """Return a problem if a leaf of the host is no number, or JAX would cut it to 32 bits."""
+    """Return a problem if a leaf of the host is not a number, or JAX would cut it to 32 bits."""
     if hasattr(value, "dtype") and not isinstance(value, (np.ndarray, np.generic)):
         return []
-    # JAX arrays and abstract leaves have a dtype that JAX has accepted; these have not.
+    # The dtype of JAX arrays and abstract leaves was accepted by JAX. Leaves of the host are not
+    # checked yet.
     host = np.asarray(value)
     if not _is_number(host.dtype):
         what = f"{quoted(value)} is not an array or a number that JAX can hold"
@@ -58,7 +59,7 @@ def _problem(path: str, what: str, fix: str) -> Problem:
 
 
 def _is_number(dtype: np.dtype) -> bool:
-    """Tell whether JAX has arrays of a dtype, perhaps cut to 32 bits."""
+    """Tell whether JAX has arrays of a dtype, possibly cut to 32 bits."""
     if not (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)):
         return False
     # NumPy's longdouble and clongdouble are wider, and JAX has no such dtypes.

@@ -63,8 +63,8 @@ def sends_of(source: DeviceGrid, target: DeviceGrid) -> tuple[Send, ...]:
             )
             candidates = holders[holder]
             stays = own in candidates
-            # If several devices have sent equally few units, the nearest one sends. So devices
-            # with the same block send in a ring.
+            # Of several devices with equally few sent units, the nearest one sends. So devices with
+            # the same block send in a ring.
             sender = (
                 own
                 if own is not None and stays
@@ -73,7 +73,7 @@ def sends_of(source: DeviceGrid, target: DeviceGrid) -> tuple[Send, ...]:
                     key=lambda at: (sent[at], (at - receiver) % len(source.devices)),
                 )
             )
-            # Only what crosses a link counts as load.
+            # Count only units that cross a link as load.
             sent[sender] += not stays
             sends.append(
                 Send(
@@ -97,8 +97,8 @@ def rounds_of(sends: Sequence[Send], devices: int) -> tuple[tuple[Send, ...], ..
 
     Blocks that stay on their device come first, in separate rounds.
     """
-    # Sends of one ring distance can share a round: each device then sends to one device, and
-    # receives from one. So first fit by distance fills the rounds well.
+    # Sends of one ring distance can share a round, because each device then sends to one device and
+    # receives from one. So a first fit by distance fills the rounds well.
     order = sorted(
         sends,
         key=lambda send: (not send.stays, (send.sender - send.receiver) % devices, send.receiver),
@@ -122,7 +122,7 @@ class _Round:
     by_receiver: dict[int, Send] = dataclasses.field(default_factory=dict)
 
     def has_room(self, send: Send) -> bool:
-        """Tell whether a send can be added: its devices are free, and it stays if others stay."""
+        """Tell whether a send can be added: its devices are free, and all blocks stay or none."""
         return (
             send.stays == self.stays
             and send.sender not in self.by_sender

@@ -136,7 +136,7 @@ def _grid_of_slices(sharding: Sharding, shape: Sequence[int]) -> DeviceGrid:
 
 
 def missing_bytes(source: DeviceGrid, target: DeviceGrid, bytes_of_array: int) -> int:
-    """Return the sum over all devices of the bytes of the target that they do not hold yet.
+    """Return the bytes of the target that devices do not hold yet, summed over all devices.
 
     No move sends fewer bytes.
     """

@@ -156,7 +156,7 @@ def _transfer(
     # The number of each unit of a source shard, by the place where it begins: `split_program`
     # returns its units in this order too, from np.ndindex over the same counts.
     per_sender = {index: number for number, index in enumerate(np.ndindex(*per_shard))}
-    # Each target shard is one whole source shard: neither a split nor a join has work to do.
+    # Each target shard is one whole source shard, so no split or join is needed.
     whole = len(per_sender) == units == 1 and route.dtype == route.to_dtype
     whole = whole and route.pieces.dim is None
     source = _flat(_shards(value), source_mesh)
@@ -180,8 +180,8 @@ def _transfer(
                 for copy, goal, send in zip(copies, goals, sends, strict=True)
             ]
         # Sends are in the order of receivers, and then of their units.
-        # A program of a mesh takes one block per device in each argument, so unit k of every
-        # receiver forms one flat array.
+        # Each argument of a program has one block per device, so unit k of every receiver forms one
+        # flat array.
         columns = [copies[unit::units] for unit in range(units)]
         arrived = [
             _flat(dict(zip(receivers, column, strict=True)), target_mesh) for column in columns
@@ -266,8 +266,7 @@ def host_blocks(
         parts = [_read(value, box) for box in cut]
     # Copy, because JAX on the CPU may use NumPy's memory directly.
     blocks = [np.array(part, dtype=route.to_dtype, order="C") for part in parts]
-    # Without pieces, no program runs on the blocks, so nothing would turn integers back into
-    # floats.
+    # Without pieces, no program runs on the blocks, so integers would not become floats again.
     return blocks if dim is None else [wire_view(block, route) for block in blocks]
 
 

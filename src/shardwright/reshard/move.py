@@ -84,7 +84,8 @@ def move_tree(
     progress: Callable[[Progress], object] | None = None,
 ) -> Any:
     """Move a tree to a tree of shardings. For the other arguments, see `reshard`."""
-    # The plan raises all problems before the first leaf moves, so none leaves a tree half moved.
+    # The plan raises all problems before the first leaf moves, so no problem leaves the tree half
+    # moved.
     plan = plan_moves_of(tree, targets, piece=piece, donate=donate, dtype=dtype)
     values, structure = jax.tree.flatten(tree, is_leaf=is_array_spec)
     shardings: list[NamedSharding] = structure.flatten_up_to(targets)  # type: ignore[attr-defined]
@@ -129,9 +130,9 @@ class _Moving:
     def run(self) -> None:
         """Move the leaves in the order of the plan."""
         values, donate = self._values, self._plan.donate
-        # Counted by identity, because equal arrays have memory of their own.
+        # Count by identity, because equal arrays have separate memory.
         uses = Counter(map(id, values))
-        # Results that are, or share the memory of, their sources.
+        # Results that are their sources, or share memory with them.
         kept = {
             id(value)
             for value, leaf in zip(values, self._plan.leaves, strict=True)
@@ -146,7 +147,7 @@ class _Moving:
                 tick, target = self._reporter.tick, self._targets[index]
                 moved = move_leaf(source, on_device(target), leaf.route, donate=donate, tick=tick)
                 if leaf.to_host:
-                    # Before the source is deleted, with which a relabeled leaf shares its memory.
+                    # Copy before the source is deleted: a relabeled leaf shares its memory.
                     moved = jax.block_until_ready(jax.device_put(moved, target))
                 self.results[index] = moved
             uses[id(source)] -= 1
@@ -159,7 +160,7 @@ class _Moving:
 
     def failure(self, structure: Any, error: BaseException) -> MoveError:
         """Return the error with the tree, from which the move can be resumed."""
-        # The source of a tied leaf may be deleted already, so take what its first place has.
+        # The source of a tied leaf may be deleted already, so take the result at its first place.
         for index, leaf in enumerate(self._plan.leaves):
             if leaf.tied_to:
                 self.results[index] = self.results[self._places[leaf.tied_to]]

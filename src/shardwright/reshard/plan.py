@@ -115,7 +115,7 @@ def plan_moves(
                 best[move.after], last_move[move.after] = cost, move
                 discovered += 1
                 heapq.heappush(queue, (*cost, discovered, move.after))
-    # Unreachable, because gathering everything and then slicing it is always a plan.
+    # This is unreachable: to gather everything and then slice it is always a plan.
     raise AssertionError(f"no plan from {source} to {target}")
 
 

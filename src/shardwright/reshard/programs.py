@@ -191,7 +191,7 @@ def _leave(piece: jax.Array, route: Route) -> jax.Array:
 
 
 def _carrier(dtype: np.dtype) -> Any:
-    """Return the integers that carry floats of one or two bytes; None for other dtypes."""
+    """Return the integer dtype that carries floats of one or two bytes; None for other dtypes."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return None
     return {8: jnp.uint8, 16: jnp.uint16}.get(_bits(dtype))
@@ -220,7 +220,7 @@ def _take(shard: jax.Array, pieces: Pieces, start: jax.Array) -> jax.Array:
 
 
 def _write_carrier(route: Route, mesh: Mesh) -> Any:
-    """Return the integers that carry floats while a piece is written, or None.
+    """Return the integer dtype that carries floats while a piece is written, or None.
 
     The CPU backend updates a slice of narrow floats in a wider copy of the whole array.
     """
@@ -295,7 +295,8 @@ def _exchange(route: Route, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     rounds = schedule(route.source, route.target)
 
     def exchange(piece: jax.Array) -> jax.Array:
-        # Over all axes, in mesh order: the position of this device in the list of receivers.
+        # The index over all axes, in mesh order, is the position of this device in the list of
+        # receivers.
         own = jax.lax.axis_index(mesh.axis_names)
         result = jnp.zeros(local, piece.dtype)
         for sends in rounds:

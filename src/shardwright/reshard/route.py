@@ -169,7 +169,7 @@ def find_route(
     base = dataclasses.replace(
         base, source=before, source_bytes=elements * dtype.itemsize * before.copies
     )
-    # Equal blocks on equal devices need no program, whatever the names of the mesh axes are.
+    # Equal blocks on equal devices need no program, even if the mesh axes have other names.
     if dtype == to_dtype and same_blocks(before, after):
         # An axis of size 1 changes the sharding of the result, but no shard.
         stays = isinstance(source, NamedSharding) and source.mesh == target.mesh
@@ -186,7 +186,8 @@ def find_route(
         steps = _plan_moves(common.source, common.target, shape, wire.itemsize, common.sizes)
         sizes = dict(common.sizes)
         sent = sum(sent_bytes(step, sizes) for step in steps)
-        # No step may cut a group of rows, so every step counts, not only both ends.
+        # No step may cut a group of rows, so include every step, not only the source and the
+        # target.
         places = [common.source, *(step.after for step in steps)]
         counts = [[shard_count(axes, sizes) for axes in place] for place in places]
         route = dataclasses.replace(base, way=Way.COLLECTIVES, common=common, steps=steps)
@@ -278,8 +279,8 @@ def common_axes(source: DeviceGrid, target: DeviceGrid) -> CommonAxes | None:
     if source_strides is None:
         return None
     spans = [*_spans(source.axes, source_strides), *_spans(target.axes, target_strides)]
-    # The strides at which an axis begins or ends. They are the prefix products of a common
-    # factorization only if each divides the next: 1,3,6 and 1,2,6 give 2 and 3, which fails.
+    # The strides at which an axis begins or ends. If each divides the next, they are the prefix
+    # products of a common factorization. Strides 1,3,6 and 1,2,6 fail: 2 does not divide 3.
     cuts = sorted({1, len(target.devices), *(cut for span in spans for cut in span)})
     if any(upper % lower for lower, upper in pairwise(cuts)):
         return None
@@ -306,11 +307,12 @@ def _strides_in(grid: DeviceGrid, devices: Sequence[int]) -> dict[str, int] | No
     place = {device: at for at, device in enumerate(devices)}
     own = _own_strides(grid.axes)
     first = place[grid.devices[0]]
-    # The device at the own stride of an axis is the neighbor of the first device along that axis.
+    # The device at an axis's own stride is the neighbor of the first device along this axis.
     strides = {
         name: place[grid.devices[own[name]]] - first if size > 1 else 1 for name, size in grid.axes
     }
-    # Neighbors of the first device do not suffice: a ring order may swap devices further on.
+    # Checking only the neighbors of the first device is not enough: a ring order may swap later
+    # devices.
     for at, device in enumerate(grid.devices):
         expected = sum(at // own[name] % size * strides[name] for name, size in grid.axes)
         if place[device] != expected:

@@ -117,7 +117,7 @@ class ReshardPlan:
         return max(sizes, default=0)
 
     def _growth(self) -> list[tuple[int, Any]]:
-        """Return (bytes more than before on all devices, bytes on each device) for each leaf.
+        """Return (growth of the bytes on all devices, bytes on each device) for each leaf.
 
         Both are upper bounds of the peak while the leaf moves.
         """
@@ -246,7 +246,7 @@ def plan_moves_of(
                 for problem in error.problems
             ]
             continue
-        # Python shares small integers, so equal ids of two numbers do not mean a tied leaf.
+        # Python shares small integers, so two numbers with equal ids are not a tied leaf.
         if isinstance(value, jax.Array | np.ndarray):
             tied = first.setdefault((id(value), target), path)
             leaf = leaf if tied == path else dataclasses.replace(leaf, tied_to=tied)
@@ -316,7 +316,7 @@ def plain_type(value: Any) -> tuple[tuple[int, ...], np.dtype]:
 def where_is(value: Any, target: NamedSharding) -> Sharding | None:
     """Return the sharding of a leaf. Return None if it must be copied from the host.
 
-    That is the case for a NumPy array, and for an array on another platform.
+    A NumPy array and an array on another platform must be copied.
 
     Raises:
       ShardingError: The sharding of the leaf is unknown.
@@ -343,7 +343,7 @@ def where_is(value: Any, target: NamedSharding) -> Sharding | None:
 
 
 def _shardings_in(tree: Any) -> Any:
-    """Return a tree of shardings, or None if a leaf neither is one nor has one."""
+    """Return a tree of shardings, or None if a leaf neither is nor has a sharding."""
     leaves, structure = jax.tree.flatten(tree)
     found = [
         leaf if isinstance(leaf, Sharding) else getattr(leaf, "sharding", None) for leaf in leaves

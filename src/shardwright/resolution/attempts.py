@@ -13,7 +13,7 @@ Chain = Rule | Composite
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Failure:
-    """The first non-empty candidate that did not fit. If none fits, the policy applies to it."""
+    """The first non-empty candidate that did not fit. The policy applies to it if none fits."""
 
     candidate: TriedCandidate
     reason: Reason

@@ -18,8 +18,8 @@ from shardwright.resolution.decisions import Reason, RuleRef, Skip
 from shardwright.resolution.rules import Fallback, Missing, Rule
 from shardwright.vocabulary.axes import REPLICATED, axis_label
 
-# Three members of four candidates each reach this bound. The product is walked lazily, but a dim
-# that fits nowhere tries all of it.
+# Three members of four candidates each reach this bound. The product is lazy, but a dim that fits
+# nowhere tries all candidates.
 MOST_CANDIDATES: Final = 64
 
 
@@ -73,8 +73,8 @@ def reduced(
     )
 
 
-# The result does not depend on the mesh: the caller has checked that it has this axis. So all rules
-# and meshes share these values.
+# The caller has checked that the mesh has this axis, so the result does not depend on the mesh. So
+# all rules and meshes share these values.
 @functools.lru_cache(maxsize=1024)
 def _single(written: tuple[str, ...]) -> TriedCandidate:
     return TriedCandidate(written=written, live=written)
@@ -101,8 +101,8 @@ class Composite:
     def fallback(self) -> Fallback:
         """`-` if every member may add no mesh axes and at least one rule ends in `-`, else none."""
         may_be_empty = all(not chain[-1].written for chain in self.chains)
-        # A chain also ends in an empty candidate if the mesh has none of its axes. That alone is
-        # not a fallback that a person has written.
+        # A chain also ends in an empty candidate if the mesh has none of its axes. Only an empty
+        # candidate that a person wrote is a fallback.
         is_stated = any(rule.fallback is Fallback.REPLICATED for rule in self.members)
         return Fallback.REPLICATED if may_be_empty and is_stated else Fallback.NONE
 
@@ -114,9 +114,10 @@ class Composite:
     def candidates(self) -> Iterator[TriedCandidate]:
         """Yield the candidates of the product, one at a time.
 
-        What a member skipped is recorded once, in the first candidate after it.
+        Record what a member skipped once, in the first candidate after it.
         """
-        # By identity, since equal candidates of two members both report what they skipped.
+        # Compare by identity, because equal candidates of two members both report what they
+        # skipped.
         reported: set[int] = set()
         # For "dp | -" and "sp | -", the product is dp+sp, dp, sp, -.
         for at, picks in enumerate(itertools.product(*self.chains)):
@@ -139,7 +140,7 @@ class Composite:
         """Return members' rules with an added fallback that would make a failed candidate fit.
 
         A member with a fallback may add no mesh axes. Try to change a single rule, starting with
-        the last member. If none is enough, return all rules that can be changed.
+        the last member. If no single change is enough, return all rules that can be changed.
         """
         able = [
             at

@@ -102,8 +102,8 @@ class Decider:
                 return self.without_rule(pending)
             decision = self._choose(pending, rule, size)
         # JAX refuses a spec that names a mesh axis twice (`DuplicateSpecError`), so a mesh axis
-        # that shards this dim is closed to the dims that follow. The entry of a literal spec takes
-        # its axes too.
+        # that shards this dim is not available to later dims. The entry of a literal spec takes its
+        # axes too.
         for axis in decision.mesh_axes:
             self.taken[axis] = (position, pending.named)
         return decision
@@ -164,7 +164,7 @@ class Decider:
         return rule, size
 
     def _is_one(self, size: int | None, rule: Rule) -> bool:
-        """Tell whether the global size of a dim is 1. Return False if only a local one is known."""
+        """Tell whether the global size of a dim is 1. If only the local size is known: False."""
         if size is None or _jax.is_symbolic(size) or not self.manual.isdisjoint(rule.mesh_axes):
             return False
         return size == 1
@@ -242,8 +242,8 @@ class Decider:
     def _semantic_rule(self, dim: Dim) -> Rule | None:
         """Return the rule of `dim.semantic_axis`, or None if the dim keeps its own.
 
-        Exceptions by path come before tables. On either level, a rule that is stated for the
-        parallelism axis itself wins.
+        Exceptions by path come before tables. On both levels, a rule for the parallelism axis
+        itself wins.
         """
         # Without `[[tensors]]` entries, there is only the level of the tables.
         for find in (self._tensor, self._stated) if self.rules.tensors else (self._stated,):
@@ -299,8 +299,8 @@ class Decider:
         for candidate in candidates:
             attempts.skipped += candidate.skipped
             if candidate.misses_axis and size is None and attempts.tried_axes:
-                # An earlier candidate applies to some sizes and this one to the others. Without a
-                # size, list both.
+                # An earlier candidate applies to some sizes, and this candidate to others. Without
+                # a size, list both.
                 attempts.tried_axes.append(candidate.written)
                 return attempts
             if candidate.misses_axis:
@@ -309,8 +309,8 @@ class Decider:
             live = candidate.live
             if not live:
                 continue
-            # `tried_axes` has candidates that fail too, because `needs_shape` asks how many answers
-            # exist.
+            # `tried_axes` includes candidates that fail, because `needs_shape` counts the possible
+            # answers.
             attempts.tried_axes.append(live)
             blocked = self.blocked(live)
             # A conflict comes before a size that does not divide. Otherwise a strategy in which two
@@ -322,7 +322,8 @@ class Decider:
                 failure = Failure(candidate=candidate, reason=Reason.INDIVISIBLE)
                 self._fail(attempts, failure, size=size)
                 if self.rules.policy.conflict is Conflict.NEXT:
-                    # A size never leads to the next candidate: `indivisible` decides.
+                    # Under `conflict = "next"`, a size never leads to the next candidate:
+                    # `indivisible` decides.
                     attempts.failure = failure
                     return attempts
             elif size is None:
@@ -347,7 +348,8 @@ class Decider:
         """Tell whether `indivisible = "drop"` replicates the dim, so that it cannot conflict with
         another dim.
         """
-        # eformer drops such a dim before it looks for conflicts, so a dropped dim claims nothing.
+        # eformer drops such a dim before it looks for conflicts, so a dropped dim claims no mesh
+        # axis.
         is_drop = self.rules.policy.indivisible is Indivisible.DROP
         return is_drop and size is not None and not self.fits(size, live)
 
@@ -376,7 +378,7 @@ class Decider:
         # Under these policies a size that does not divide gives another spec, and not an error.
         if attempts.tried_axes and policy.indivisible is not Indivisible.ERROR:
             return True
-        # A single candidate without a fallback has one answer: it divides, or it is an error.
+        # A single candidate without a fallback has one answer: it divides, or an error is raised.
         answers = {*attempts.tried_axes, *([(rule.fallback.value,)] if rule.fallback else [])}
         # Under `conflict = "next"` the size never selects a candidate.
         return len(answers) > 1 and policy.conflict is not Conflict.NEXT
@@ -428,7 +430,7 @@ def fall_back(
         return pending.decided(Outcome.REPLICATED)
     if rule.fallback is Fallback.UNCONSTRAINED:
         return _unconstrained(decider, pending, rule)
-    # Each candidate is empty: the mesh lacks its axes, or they have size 1. That is no failure.
+    # Each candidate is empty: the mesh lacks its axes, or they have size 1. This is not a failure.
     if failure is None:
         return pending.decided(Outcome.NO_MESH_AXIS)
     if failure.reason is Reason.TAKEN:
@@ -515,7 +517,7 @@ def _indivisible(
     if policy is Indivisible.DROP:
         return pending.decided(Outcome.POLICY_DROP)
     if policy is Indivisible.PREFIX:
-        # The last prefix is empty and has one shard, so one always fits.
+        # The last prefix is empty and has one shard, so some prefix always fits.
         ends = range(len(live) - 1, -1, -1)
         best = next(live[:end] for end in ends if decider.fits(size, live[:end]))
         return pending.decided(Outcome.POLICY_PREFIX, mesh_axes=best)
@@ -543,7 +545,7 @@ def _add_indivisible(
     elif not pending.literal:
         ref, text = rule.ref, _with_fallback(decider, rule, live, size)
         fallback = f'add a fallback, {ref.key} = "{text}"'
-        if ref.table:  # the rule is one of a file
+        if ref.table:  # the rule is written in a file
             table = tuple(ref.table.split("."))
             edit = NewValue(table=table, key=ref.key, value=text, source=ref.source)
     decider.add_problem(

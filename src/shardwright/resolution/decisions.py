@@ -161,8 +161,8 @@ class DimDecision:
       size: Number of elements, or None if no shape was given.
       outcome: How it was decided.
       mesh_axes: The mesh axes that the dim is sharded over, slowest first, Manual ones included.
-      rule: The rule that decided, or None. It is that of a policy if the dim has all of its mesh
-        axes from there.
+      rule: The rule that decided, or None. It is the rule of a policy if the dim has all of its
+        mesh axes from the policy.
       skipped: Mesh axes and candidates that were skipped before, in order.
       gathered: Mesh axes that shard the stored weight, but are gathered for use.
       largest_dim: Mesh axes among `mesh_axes` or `gathered` that `policy.largest_dim` added.
@@ -245,8 +245,8 @@ class Resolution:
       path: The tensor's path, or empty.
       problems: The problems of the request, or empty.
       notes: Remarks that concern no single dim, such as an annotation fitted to another rank.
-      memory: The line of `[memory]` that decides where the array lives. None: no line names it, and
-        it lives on the device, as every scalar does.
+      memory: The line of `[memory]` that decides where the array lives. None if no line names the
+        array: it then lives on the device, as every scalar does.
       unreduced: The decision of the dim of an `Unreduced`: its mesh axes are those over which the
         sum stays unreduced. None for other annotations.
       mesh: Name and size of each mesh axis, for the picture in a notebook, or empty if unknown.

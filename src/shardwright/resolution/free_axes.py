@@ -29,7 +29,7 @@ class _Addition:
     Attributes:
       key: Key of the policy, which is also the field of `DimDecision` with the added mesh axes.
       only_free: Whether only dims without mesh axes get some, the largest first. Otherwise every
-        dim may, and the first that fits gets them.
+        dim may get some, and the first that fits gets them.
       none: What notes and errors say if no dim fits.
       then: How such an array is sharded if the rule ends in `-`.
     """
@@ -102,9 +102,9 @@ def add_largest_dim(weight: Derived, policy: Policy, array: StoredDims) -> Deriv
     """Shard a weight over mesh axes that its rules do not use, along its largest free dim.
 
     A dim is free if its rule gives it no mesh axis. Dims annotated `EMPTY`, LAYERS and entries of a
-    literal spec are never sharded. A weight, or a layer of a stack, of fewer than
-    `policy.largest_dim_min_size` elements keeps its decisions, and so does one that no candidate
-    fits if the rule ends in `-`.
+    literal spec are never sharded. A weight, or a layer of a stack, keeps its decisions if it has
+    fewer than `policy.largest_dim_min_size` elements. It also keeps them if no candidate fits and
+    the rule ends in `-`.
 
     Args:
       weight: Decisions of the weight by its rules.
@@ -124,16 +124,17 @@ def add_largest_dim(weight: Derived, policy: Policy, array: StoredDims) -> Deriv
         and LAYERS not in array.dims[decision.dim].axes
     ]
     try:
-        # By size of the whole dim, and among equal ones the first. `fits` judges a merged dim by
-        # its first member.
+        # Sort by the size of the whole dim. Of equal dims, take the first. `fits` judges a merged
+        # dim by its first member.
         able.sort(key=lambda decision: -(decision.size or 0))
-        # Of one layer of a stack: in a scan over the layers, `gather` asks about one of them.
+        # Count the elements of one layer of a stack: in a scan over layers, `gather` asks about one
+        # layer.
         elements = math.prod(
             decision.size or 0
             for decision in weight.decisions
             if LAYERS not in array.dims[decision.dim].axes
         )
-        # Elements and not bytes, so that moments in float32 follow their parameter in bfloat16.
+        # Count elements and not bytes, so that float32 moments follow their bfloat16 parameter.
         is_small = elements < policy.largest_dim_min_size
     except _jax.Inconclusive:
         able, is_small = [dataclasses.replace(decision, size=None) for decision in able], False
@@ -179,7 +180,7 @@ def _added(
         if chosen is not None:
             return _widened(policy, found, chosen, free, rule)
         tried.append(free)
-    # If no candidate had free mesh axes, no size is at fault, and that is no error.
+    # If no candidate had free mesh axes, the sizes are not the reason, and no error is raised.
     if not tried or rule.fallback is Fallback.REPLICATED:
         return _noted(found, rule, *(f"{policy.none} over {'+'.join(free)}" for free in tried))
     problem = _none_fits(policy, able, tried[0], rule, array)
@@ -201,7 +202,7 @@ def _first_fitting(
     fix = "pass shape=, with symbolic sizes as multiples, such as 8*b"
     if policy.only_free:
         # Along a Manual mesh axis sizes are local, and the largest local dim may be another one.
-        # `zero1` takes the first dim that divides, and along a Manual mesh axis each does.
+        # `zero1` takes the first dim that divides, and along a Manual mesh axis every dim divides.
         if manual := [axis for axis in free if axis in array.manual]:
             what += f", and inside shard_map over {'+'.join(manual)} they are local"
             fix = "use gather, which finds the global shape or takes it as shape=, or annotate "
@@ -232,7 +233,8 @@ def _noted(found: Derived, rule: Rule, *notes: str) -> Derived:
 def _widened(
     policy: _Addition, found: Derived, chosen: DimDecision, free: tuple[str, ...], rule: Rule
 ) -> Derived:
-    # As minor axes, so that the state of a device belongs to its own shard of the parameter.
+    # Add them as minor axes, so that the state on a device belongs to the device's shard of the
+    # parameter.
     axes = (*chosen.mesh_axes, *free)
     added: dict[str, Any] = {policy.key: free}
     if not chosen.mesh_axes:

@@ -104,7 +104,7 @@ DECODE_ATTRIBUTES: tuple[str, ...] = tuple(
     name.removeprefix(_DECODE) for name in ATTRIBUTES if name.startswith(_DECODE)
 )
 _AXES = {name: axis for axis, name in (MESH_ATTRIBUTES | SEMANTIC_ATTRIBUTES).items()}
-# The default of an attribute is the values of these other attributes.
+# Attributes whose default is the values of other attributes.
 _FOLLOWS = {
     "batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis"),
     "sequence_axis": ("sequence_parallel_axis",),
@@ -145,14 +145,13 @@ def joined_names(
 ) -> tuple[Any, ...] | None:
     """Return the mesh axes of several names as one tuple, or None if there is none.
 
-    Several parallelism axes may be one mesh axis. It is named once: only a mesh axis that is itself
-    written twice stays, and is an error later.
+    Several parallelism axes may be one mesh axis. It then appears once. Only a mesh axis that the
+    user wrote twice stays twice, which is an error later.
     """
     joined: list[Any] = []
     for name in names:
         own = mesh_axes_of(name)
-        # If both are equal, the user wrote this mesh axis and not a parallelism axis that stands
-        # for it.
+        # If both are equal, the user wrote the mesh axis itself and not a parallelism axis.
         known = [] if own == name else [*joined]
         joined += [axis for axis in flat_names((own,)) or () if axis not in known]
     return tuple(joined) or None

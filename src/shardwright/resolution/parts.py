@@ -59,7 +59,7 @@ def take_part(
       shape: Shape of the part, or None if unknown.
       path: Path of the part, for messages.
       fits: Tells whether a size divides over mesh axes.
-      policy: What to do if it does not.
+      policy: What to do if the size does not divide.
     """
     if whole.problems:
         problems = [
@@ -104,12 +104,12 @@ def _followed(
         the part's dim.
       whole: Size of the dim that is followed.
       fits: Tells whether a size divides over mesh axes.
-      policy: What to do if it does not.
+      policy: What to do if the size does not divide.
     """
     size: Any = decision.size
     failed = dataclasses.replace(decision, outcome=Outcome.FAILED, mesh_axes=())
     try:
-        # A dim of the same size has been judged with the whole, perhaps by its policy.
+        # A dim of the same size was already judged as part of the whole, possibly by its policy.
         if size == whole or fits(size, decision.mesh_axes):
             return decision, None
     except _jax.Inconclusive:

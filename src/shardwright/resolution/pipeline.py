@@ -18,9 +18,9 @@ STAGES = PARALLELISM_AXES[PP]  # the mesh axis over which a pipeline runs
 class Schedule(enum.StrEnum):
     """In which order the stages run the microbatches.
 
-    NONE has no stages: the layers are stored over pp, and gathered to run as without it. GPIPE
-    sends all microbatches through the stages once, CIRCULAR once for each chunk of a stage's
-    layers. ONE_F_ONE_B alternates forward and backward passes, so that a stage keeps few inputs.
+    NONE has no stages: the layers are stored over pp, and gathered before they run. GPIPE sends all
+    microbatches through the stages once, CIRCULAR once for each chunk of a stage's layers.
+    ONE_F_ONE_B alternates forward and backward passes, so that a stage keeps few inputs.
     """
 
     NONE = "none"
@@ -141,7 +141,7 @@ def schedule_table(pipeline: Pipeline, stages: int) -> ScheduleTable:
 
     def work(tick: int, stage: int) -> StageWork:
         if pipeline.schedule is Schedule.ONE_F_ONE_B:
-            # A gradient comes from the next stage one tick after that stage has made it.
+            # A gradient comes from the next stage one tick after that stage has computed it.
             forward, backward = tick - stage, tick - (2 * stages - 2 - stage)
             return StageWork(
                 forward=forward if 0 <= forward < count else None,

@@ -25,7 +25,7 @@ class Recent(dict[Any, Any]):
 
     def __missing__(self, key: Any) -> Any:
         """Return an older value, which then counts as used again, or None."""
-        # Two generations stand in for an order by last use: a hit in the newer one is a plain
+        # Two generations replace an exact order by last use. A hit in the newer one is a plain
         # lookup of `dict`, without a lock and without a call of Python code.
         value = self._older.get(key) if self._older else None
         return None if value is None else self.keep(key, value)
@@ -45,7 +45,7 @@ class Recent(dict[Any, Any]):
             if current is None:
                 current = value
             if len(self) >= KEPT:
-                # The former `_older` is dropped here. What was used of it since the last turn is in
+                # Drop the former `_older`. Entries of it that were used since the last swap are in
                 # this dict too.
                 self._older = dict(self)
                 self.clear()

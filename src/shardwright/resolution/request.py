@@ -47,7 +47,7 @@ class ShardingRequest(NamedTuple):
         return self._replace(role=role, shape=shape)
 
     def under(self, mode: str | None) -> ShardingRequest:
-        """Return the same question to a manager with a mode, which applies if this has none."""
+        """Return the same question to a manager whose mode applies if the question has none."""
         if self.mode is not None or mode is None:
             return self
         return self._replace(mode=mode, mode_from=ModeFrom.MANAGER)
@@ -64,8 +64,8 @@ class ShardingRequest(NamedTuple):
         annotation = as_annotation(annotation)
         shape = None if shape is None else as_shape(shape)
         if isinstance(annotation, ArraySpec):
-            # For its error: the shape of the call must be that of the spec, which replaces it
-            # below.
+            # Call this for its error: the shape of the call must be that of the spec, which
+            # replaces it below.
             lower(annotation, shape)
             role = Role.PARAM if role is None else role
             annotation, shape = annotation.axes, annotation.shape
@@ -105,7 +105,7 @@ def _lower_fitted(
 ) -> tuple[Lowered, tuple[str, ...]]:
     """Lower an annotation.
 
-    Under `rank = "fit"`, cut or pad its dims to the array's rank, and return a note about that.
+    Lower an annotation. Under `rank = "fit"`, cut or pad its dims to the array's rank, with a note.
     """
     try:
         return lower(annotation, shape), ()

@@ -39,8 +39,8 @@ from shardwright.vocabulary.lowering import (
 )
 from shardwright.vocabulary.modes import MODE_TRAIN, is_mode, parse_mode
 
-# What a shape or a mesh can cause. Other problems, such as an unknown axis, are mistakes of the
-# program, which `hint` reports too.
+# Problems that a shape or a mesh can cause. Other problems, such as an unknown axis, are mistakes
+# of the program, which `hint` also reports.
 _LEFT_OPEN = (IndivisibleError, AxisConflictError, ManualAxisError)
 
 
@@ -150,10 +150,10 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
     )
     if isinstance(annotation, PartOf):
         # The whole array of a part resolves under its own shape and path.
-        # State follows the stored parameter. What only state has, zero1 adds below.
+        # State follows the stored parameter. zero1 adds the mesh axes that only state has below.
         of_whole = Role.PARAM if role is Role.STATE else role
-        # Factors, scales and moments of one parameter ask for the same whole, which the call
-        # caches.
+        # Factors, scales and moments of one parameter share the same whole array, so its resolution
+        # is cached.
         whole = explain_request(
             ShardingRequest(
                 annotation.annotation,
@@ -216,7 +216,7 @@ def _decide_sum(derived: Derived, decider: Decider, dim: Dim) -> tuple[Derived, 
         for decision in derived.decisions
         for axis in decision.mesh_axes
     }
-    # The array does not have the dim, so its size is known of a merged dim alone.
+    # The array does not have the summed dim, so its size is known only for a merged dim.
     decider.shape, decider.problems = None, []
     (decision,) = marked_manual((decider.decide(len(derived.decisions), dim),), decider.manual)
     problems = []
@@ -230,12 +230,12 @@ def _decide_sum(derived: Derived, decider: Decider, dim: Dim) -> tuple[Derived, 
 
 
 def _as_weight(derived: Derived, decider: Decider, array: StoredDims) -> Derived:
-    """Apply what the policy says of weights to the decisions by the rules."""
+    """Apply the policies for weights to the decisions by the rules."""
     derived = add_largest_dim(derived, decider.rules.policy, array)
     if decider.role is not Role.USE:
         return derived
-    # Only now: a mesh axis that is gathered is still taken for the dims after it. So the spec in
-    # use is the stored spec without some mesh axes, and gathering moves nothing else.
+    # Gather last: a gathered mesh axis is not available to later dims. So the spec in use is the
+    # stored spec without some mesh axes, and gathering moves nothing else.
     pairs = zip(derived.decisions, array.dims, strict=True)
     return dataclasses.replace(
         derived, decisions=tuple(decider.gathered(decision, dim) for decision, dim in pairs)
@@ -299,7 +299,8 @@ def left_open(resolution: Resolution) -> Resolution:
     if not dims:
         return resolution
     decisions = tuple(
-        # To JAX, None in a constraint means replicated. UNCONSTRAINED leaves the dim alone.
+        # For JAX, None in a constraint means replicated. UNCONSTRAINED leaves the dim to the
+        # compiler.
         dataclasses.replace(decision, outcome=Outcome.UNCONSTRAINED, mesh_axes=(), manual=())
         if decision.dim in dims
         else decision

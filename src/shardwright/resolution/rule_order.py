@@ -38,7 +38,7 @@ TENSORS, TABLES, DEFAULT = range(3)
 def ranks_of(
     rules: AxisRules, axis: str, *, mode: str, role: Role, path: str | None
 ) -> list[RuleRank]:
-    """Return the rank of each candidate of the rule of an axis, in order; one for a rule "-"."""
+    """Return the rank of each candidate of an axis's rule, in order; one rank for a rule "-"."""
     is_weight = role is not Role.ACTIVATION
     for number, entry in enumerate(rules.tensors if is_weight and path is not None else ()):
         rule = entry.find(axis, path or "")
@@ -179,8 +179,8 @@ def _tried(decider: Decider, entry: _Open, at: int) -> DimDecision | None:
     if not is_last and at + 1 < len(entry.candidates):
         return None
     if attempts.failure is not None:
-        # Since this candidate failed, other dims may have taken its mesh axes. Try it again, so
-        # that the reason of the failure is current.
+        # Other dims may have taken the mesh axes of this candidate since it failed. Try it again,
+        # so that the reason of the failure is current.
         candidates = (attempts.failure.candidate,)
         attempts.failure = decider.attempt(candidates, entry.size).failure
     return fall_back(decider, pending, entry.rule, attempts, entry.size)

@@ -94,7 +94,7 @@ class Conflict(enum.StrEnum):
 
 
 class Order(enum.StrEnum):
-    """What is decided first if two dims want the same mesh axis."""
+    """Which dim is decided first if two dims want the same mesh axis."""
 
     DIMS = "dims"
     RULES = "rules"
@@ -412,14 +412,15 @@ class AxisRules:
             for mode, table in zip(MODES, self.activations, strict=True)
         }
         for mode, table in zip(MODES, self.params, strict=True):
-            # All roles of a weight have one table. They differ after the decision: `use` drops the
-            # gathered mesh axes, `state` adds those of zero1. All of them add largest_dim's.
+            # All roles of a weight share one table. They differ after the decision: `use` drops the
+            # gathered mesh axes, and `state` adds those of zero1. All roles add those of
+            # largest_dim.
             tables[mode, Role.PARAM] = tables[mode, Role.USE] = tables[mode, Role.STATE] = dict(
                 table
             )
         object.__setattr__(self, "known_axes", KNOWN_AXES | frozenset(self.user_axes))
         object.__setattr__(self, "_tables", tables)
-        # Leave out the file and line of each rule, which do not count for equality.
+        # Leave out the file and line of each rule, because equality ignores them.
         named = tuple((mode, line.text) for mode, line in self.attention)
         object.__setattr__(
             self,
@@ -686,7 +687,7 @@ def _attention_by_mode(named: Mapping[str, RuleRef]) -> tuple[tuple[str, RuleRef
     return tuple(
         (mode, line)
         for mode, line in sorted(lines.items(), key=lambda item: item[0])
-        # AUTO is the default. Rules that name it equal rules that name nothing.
+        # AUTO is the default. Rules that name AUTO equal rules without a name.
         if line is not None and line.text != Attention.AUTO
     )
 

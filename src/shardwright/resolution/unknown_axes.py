@@ -72,7 +72,7 @@ def unknown_axis(axis: str, known: Collection[str], *, declare: str = "") -> Pro
     Args:
       axis: The axis.
       known: Canonical names of the axes that may be used.
-      declare: How to declare an axis of one's own. Defaults to the entry of a strategy.
+      declare: How to declare the user's own axis. Defaults to the entry of a strategy.
     """
     name = axis_label(axis)
     canonical = canonical_axis(name)
@@ -110,8 +110,8 @@ def _close_fix(name: str, known: Iterable[str], declare: str) -> str:
 def axes_meant(name: str, labels: Iterable[str]) -> list[str]:
     """Return the axes that a name which is not an axis may mean.
 
-    An axis that an import made of the name comes first, such as `logical_mlp`. Names of other
-    libraries come next, then names with similar letters.
+    An axis that an import declared for this name, such as `logical_mlp`, comes first. Names of
+    other libraries come next, then names with similar letters.
 
     Args:
       name: The unknown name, in any case.

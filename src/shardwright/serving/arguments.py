@@ -53,7 +53,8 @@ def read_arguments(**given: Any) -> dict[str, Any]:
     """Return the arguments by name, with counts as Python ints.
 
     Raises:
-      ServingError: All problems of single arguments at once, or else all of several together.
+      ServingError: All problems of single arguments at once; if there are none, all problems
+        between arguments.
     """
     values = read_all([(name, given[name], _KINDS[name]) for name in given], error=ServingError)
     read = dict(zip(given, values, strict=True))

@@ -34,7 +34,7 @@ from shardwright.serving.weights import Update, Version, next_version, update_we
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_PREFILL
 
 # Engines with the same model and the same sizes share these compiled functions.
-# The caches are donated. Otherwise the old and the new ones would be in memory together.
+# The caches are donated. Otherwise the old and the new caches would be in memory together.
 _prefill = jax.jit(steps.prefill, static_argnums=0, donate_argnums=1)
 _decode = jax.jit(steps.decode, static_argnums=(0, 1), donate_argnums=(2, 3))
 _insert = jax.jit(steps.insert, donate_argnums=0)
@@ -44,7 +44,7 @@ _clear = jax.jit(steps.clear, donate_argnums=0)
 _clear_slots = jax.jit(steps.clear_slots, donate_argnums=0)
 _prefill_pages = jax.jit(steps.prefill_pages, static_argnums=(0, 1), donate_argnums=(2, 3))
 _decode_pages = jax.jit(steps.decode_pages, static_argnums=(0, 1, 2), donate_argnums=(3, 4))
-# In place of a latest token that the host does not know.
+# Used in place of a latest token that the host does not know.
 ON_DEVICE: Final = -1
 
 
@@ -54,7 +54,7 @@ class SequenceState:
 
     Attributes:
       slot: Its slot.
-      pages: Its pages, in order, if the host assigns them. NO_PAGE stands for one that was given
+      pages: Its pages, in order, if the host assigns them. NO_PAGE stands for a page that was given
         back.
       length: Number of its tokens in the cache, after the calls in flight.
       last: Its latest token, or ON_DEVICE if a call in flight draws it.
@@ -166,10 +166,10 @@ class Arrays(abc.ABC):
 
         Args:
           sequences: Sequences by row. If `last` is ON_DEVICE, the first token is the one that the
-            latest `prefill` has sampled, which the host need not know.
+            latest `prefill` has sampled. The host need not know it.
 
         Returns:
-          `[rows]` codes. None if prompts are read where they stay, so that nothing moves.
+          `[rows]` codes. None if prompts are read in place, so that nothing moves.
         """
 
     @abc.abstractmethod
@@ -211,7 +211,7 @@ class Arrays(abc.ABC):
 
     @abc.abstractmethod
     def renew(self, part: str) -> None:
-        """Replace a part by an empty one."""
+        """Replace a part of the arrays by empty arrays."""
 
     @abc.abstractmethod
     def size(self, part: str) -> int:
@@ -277,8 +277,8 @@ class SlotArrays(Arrays):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        # What the latest prefill has sampled. `insert` reads it on the devices, before the host
-        # does.
+        # The tokens that the latest prefill has sampled. `insert` reads them on the devices, before
+        # the host does.
         self._following: Sampled | None = None
         self.rows = setup.create_rows()
         self.slots = setup.create_slots()
@@ -395,7 +395,7 @@ class SlotArrays(Arrays):
         self.clear_slots(())
 
     def renew(self, part: str) -> None:
-        """Replace "rows" or "slots" by empty ones."""
+        """Replace "rows" or "slots" by empty arrays."""
         if part == "rows":
             self.rows = self._setup.create_rows()
         else:
@@ -445,8 +445,8 @@ class SlotArrays(Arrays):
 class PageArrays(Arrays):
     """The pools of an engine whose host assigns pages to requests.
 
-    In each call, the host passes tables, lengths and how to draw: everything but the pools, and the
-    tokens that it has not read. So nothing has to be inserted or cleared.
+    In each call, the host passes tables, lengths and how to draw: everything except the pools and
+    the tokens that it has not read. So nothing has to be inserted or cleared.
 
     Attributes:
       pools: Pages of keys and values, per layer.
@@ -537,7 +537,7 @@ class PageArrays(Arrays):
         self.decode(dict)
 
     def renew(self, part: str) -> None:
-        """Replace the pools by empty ones."""
+        """Replace the pools by empty pools."""
         del part
         self.pools = steps.pools_of(self._setup.create_slots().caches)
         self.last = self._no_tokens()

@@ -30,8 +30,8 @@ from shardwright.serving.space import PageSpace, SlotSpace
 from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.modes import MODE_DECODE
 
-# Chunks that a prompt reads while others wait for its row. Each change copies two caches, and moves
-# them if prefill has its own mesh. Prompts that are read where they stay change at no cost.
+# Chunks that a prompt reads while others wait for its row. Each change of rows copies two caches,
+# and moves them if prefill has its own mesh. Prompts that are read in place change rows at no cost.
 _QUANTUM: Final = 4
 
 
@@ -57,7 +57,8 @@ def make_loop(setup: Setup, meter: Meter, *, queue: int, ahead: bool) -> Loop:
             sizes = dict(zip(("pages", "page_size"), cache.k_pages.shape[:2], strict=True))
         limits = _limits(setup, cache.spec, queue, quantum=_QUANTUM, **sizes)
         space = SlotSpace(limits)
-    # Engines of other limits would run other programs, so processes compare the limits too.
+    # Engines with different limits would run different programs, so processes compare the limits
+    # too.
     calls = Calls(setup.manager, f"{limits}, ahead={ahead}")
     return Loop(Scheduler(limits, space), arrays, meter, calls, ahead=ahead)
 
@@ -110,7 +111,7 @@ def with_pages(setup: Setup) -> Setup:
         raise ServingError(f"pages={pages!r}", path="cache_options", fix=_FIX)
     free = _free_bytes(setup, int(share[1]), memory)
     shards, page_bytes = _page_shards(setup)
-    # Per shard: a page is on one shard of the pool, with the kv heads of that device.
+    # Count per shard: a page is on one shard of the pool, with the kv heads of that device.
     count = free // page_bytes
     if count < 1:
         raise ServingError(

@@ -208,7 +208,7 @@ class Engine:
         self._meter = Meter(clock)
         self._loop = make_loop(setup, self._meter, queue=read["queue"], ahead=ahead)
         self._arrays, self._scheduler = self._loop.arrays, self._loop.scheduler
-        # This traces the model, so a wrong one is refused here and not in the first step.
+        # This traces the model, so a wrong model is refused here and not in the first step.
         self.vocabulary: int = self._arrays.vocabulary()
         self._numbers = itertools.count()
         self._lock = StepLock(self._loop, self._loop.calls)
@@ -230,7 +230,7 @@ class Engine:
           ServingError: The request could never be served.
           QueueFullError: The queue is full. Try again after a `step`.
         """
-        # One lock for the number and the place in the queue, because both have the same order.
+        # One lock covers the number and the place in the queue, because both have the same order.
         with self._lock.order:
             try:
                 self._check(request)
@@ -332,9 +332,9 @@ class Engine:
         """Replace the weights between two steps. Requests continue, and nothing is compiled.
 
         The new weights move to the shardings and the dtype of the old ones, as `pm.reshard` moves
-        them. The engine serves the old weights until all new ones have arrived, and keeps the old
-        ones if the move fails. The caches keep what the old weights wrote. `Completion.versions`
-        lists the versions that a request was computed with.
+        them. The engine serves the old weights until all new weights have arrived, and keeps the
+        old weights if the move fails. The caches keep the keys and values of the old weights.
+        `Completion.versions` lists the versions that a request was computed with.
 
         Args:
           params: A tree like the params of the engine, on any mesh, or in the memory of the host.
@@ -343,7 +343,7 @@ class Engine:
             to `params`.
           donate: Delete the arrays of `params` and `prefill_params` as they move. The engine keeps
             the arrays that are already in place, so do not use them afterwards. Without `donate`,
-            the engine copies those, so that a training step may donate `params` later.
+            the engine copies these arrays, so that a training step may donate `params` later.
           piece: Bytes that move at a time; see `pm.reshard`.
 
         Returns:

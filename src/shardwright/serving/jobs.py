@@ -28,8 +28,8 @@ class Limits:
       capacity: Rows of a slot. None for a ring, which holds the end of a text of any length.
       prefill_rows: Number of prompts that are read together.
       chunk: Number of tokens of a prompt that are read in one step.
-      quantum: Number of chunks that a prompt reads before it leaves its row to one that waits. None
-        means all chunks.
+      quantum: Number of chunks that a prompt reads before it leaves its row to a waiting prompt.
+        None means all chunks.
       queue: Number of requests that may wait. More requests are refused.
       pages: Pages of the pool. None unless the cache is paged.
       page_size: Rows of a page.

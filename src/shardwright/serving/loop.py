@@ -46,7 +46,7 @@ class PendingCall:
     Attributes:
       part: The arrays that it changed, such as "rows".
       step: Number of the step that began it.
-      jobs: Jobs that it gives something. If all of them have ended, its results are not read.
+      jobs: Jobs that its results belong to. If all of these have ended, its results are not read.
       fetch: Waits for the results and returns them.
       take: Called with the results.
     """
@@ -82,7 +82,7 @@ class Loop:
     ) -> None:
         self.scheduler, self.arrays, self.meter, self.calls = scheduler, arrays, meter, calls
         self.ahead, self.stepping = ahead, False
-        # A job that is preempted reads again what it has written, so that must be known.
+        # A preempted job reads its written tokens again, so they must be known.
         scheduler.settle = self._settle
         self.canceled: collections.deque[Job] = collections.deque()
         self._step, self._in_flight = 0, collections.deque[PendingCall]()
@@ -100,14 +100,15 @@ class Loop:
         self.stepping, start = True, self.meter.now()
         self._step += 1
         try:
-            # Several processes have compared what ends now, but not yet what fails in this step.
+            # Several processes have compared which jobs end now, but not yet which jobs fail in
+            # this step.
             if self.calls.are_compared:
                 self._end_requested()
             self._hand_out()
             self._end_unless_shared()
             self.clean()
             self.scheduler.admit()
-            # In this order, a prompt whose last chunk is read now also decodes in this step.
+            # With this order, a prompt whose last chunk is read now also decodes in this step.
             self._read()
             self._fill()
             self._decode()
@@ -149,7 +150,7 @@ class Loop:
             self.scheduler.fail(*self._failed.popleft())
 
     def forget(self) -> None:
-        """Share nothing that the old weights computed."""
+        """Stop sharing pages that the old weights computed."""
         self.scheduler.space.forget()
 
     def report(self) -> Report:
@@ -236,7 +237,7 @@ class Loop:
             return
         # The other rows may hold tokens of an earlier prompt. Prefill empties them.
         kept = [row for row, job in self.scheduler.rows.items() if job.read]
-        # A job that was preempted has written the token after its text already.
+        # A job that was preempted has already written the token after its text.
         first = {
             chunk.row
             for chunk in chunks
@@ -321,7 +322,7 @@ class Loop:
         self._begin(part, jobs, codes.fetch, functools.partial(self._fail_refused, moves))
 
     def _fail_refused(self, moves: Sequence[RowMove], codes: Any) -> None:
-        """Fail the jobs whose tokens a cache refused.
+        """Fail the jobs whose tokens were refused by a cache.
 
         Args:
           moves: Jobs that have moved.
@@ -342,7 +343,7 @@ class Loop:
         if not jobs:
             return
 
-        # Slots keep this on the devices, so it is only computed for pages.
+        # Slots keep this on the devices, so compute it only for pages.
         def sequences() -> Mapping[int, SequenceState]:
             return {slot: self._sequence(job) for slot, (job, _) in jobs.items()}
 
@@ -371,7 +372,7 @@ class Loop:
                     self._take(job, sampled.tokens[at][slot], sampled.logprobs[at][slot], now)
             # Its new full pages may be shared now, because their tokens are known.
             self.scheduler.wrote(job)
-        # Not empty: `_settle` reads a call only if one of its jobs has not ended.
+        # List the jobs: `_settle` reads a call only if one of its jobs has not ended.
         self.meter.decode_steps += max(counts)
         self.meter.slot_steps += sum(counts)
 
@@ -404,8 +405,8 @@ class Loop:
         """Call `on_token` of the requests that have new tokens."""
         while self._outbox:
             job, token = self._outbox.popleft()
-            # A request that ended by itself gets its last tokens. One that was canceled or has
-            # failed does not.
+            # A request that ended by itself gets its last tokens. A request that was canceled or
+            # has failed does not.
             wanted = job.completion is None or job.completion.finish in (Finish.LENGTH, Finish.STOP)
             # A job whose callback has failed gets no more tokens, even if it ends in the next step
             # only.
@@ -436,10 +437,10 @@ class Loop:
         """Change the scheduler and a part of the arrays together.
 
         If that fails after the arrays have changed, fail the requests in them. In any case, read
-        the calls that are in flight: what failed does not affect them, because they began before.
+        the calls that are in flight: they began before the failure, which does not affect them.
         """
-        # A call replaces the part, or raises before that. If it raises later, the part was replaced
-        # or its arrays were donated.
+        # A call replaces the part, or raises an error first. If it raises later, the part was
+        # replaced or its arrays were donated.
         before = getattr(self.arrays, part)
         try:
             yield
@@ -481,7 +482,7 @@ class Loop:
             self.scheduler.clean(rows=numbers)
         else:
             self.scheduler.clean(slots=numbers)
-            # The new pages are empty, so none holds what the tree of prefixes says.
+            # The new pages are empty, so the tree of prefixes no longer matches any of them.
             self.scheduler.space.forget()
 
     def _check_weights(self, cause: BaseException) -> None:

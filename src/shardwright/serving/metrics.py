@@ -10,7 +10,7 @@ from typing import Any
 from shardwright.serving.request import Finish
 from shardwright.vocabulary.shown import data_of, text_of
 
-# Number of samples that are kept of each time: the latest ones. An engine may run for months.
+# Number of the latest samples to keep of each time, because an engine may run for months.
 KEPT = 10_000
 
 

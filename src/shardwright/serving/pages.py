@@ -91,7 +91,7 @@ class Pages:
 
         Args:
           table: The table of a request.
-          tokens: Tokens that the request must read. It reads at least the last one by itself,
+          tokens: Tokens that the request must read. It reads at least the last token itself,
             because it needs the logits of that token.
           read: Number of tokens that it has read.
 
@@ -101,7 +101,7 @@ class Pages:
         while read % self.size == 0 and read + self.size < len(tokens):
             column = read // self.size
             node = table.node.children.get(tuple(tokens[read : read + self.size]))
-            # A table with pages that are not written yet would have to give them back first.
+            # A table with unwritten pages would have to give them back first.
             if node is None or column != table.shared or column != len(table.pages):
                 break
             self.prefixes.use(node.page)
@@ -119,8 +119,8 @@ class Pages:
           table: The table of the request that wrote them.
           tokens: All tokens of its text whose keys and values are written.
         """
-        # After `forget`, pages of this table may hold what old weights computed, so no more of them
-        # are shared.
+        # After `forget`, pages of this table may hold values of old weights, so share no more of
+        # them.
         while table.node.is_linked and (table.shared + 1) * self.size <= len(tokens):
             first, page = table.shared * self.size, table.pages[table.shared]
             # A page before the window was given back, so the prefix cannot be complete.
@@ -172,7 +172,7 @@ class Node:
       parent: The page before it. None for the root.
       key: The tokens in it.
       children: The pages that continue it, by their tokens.
-      is_linked: Whether it is in the tree. No child is added to a node that is not.
+      is_linked: Whether it is in the tree. A node outside of the tree gets no children.
     """
 
     page: int = -1
@@ -234,7 +234,7 @@ class Prefixes:
             node = stack.pop()
             stack += node.children.values()
             node.is_linked = False
-            # A table may still have this node. It must not find pages below it that were reused.
+            # A table may still have this node, and must not find reused pages below it.
             node.children = {}
             self._nodes.pop(node.page, None)
             if self.unused.pop(node.page, None) is not None:

@@ -76,7 +76,7 @@ def _read_tokens(name: str, given: Any) -> tuple[tuple[int, ...], Faults]:
             raise TypeError
         values = list(given)
         # Unlike a size, a token may also be a 0-d array, because programs compute tokens.
-        # A bool is an integer to Python; as -1 it is a fault below.
+        # Python counts a bool as an integer, so turn it into -1, which is refused below.
         tokens = tuple(-1 if isinstance(token, bool) else operator.index(token) for token in values)
     except TypeError:
         return (), [(f"{name}={quoted(given)} is not a list of tokens", _TOKENS_FIX)]

@@ -51,7 +51,7 @@ class Sampled:
     @classmethod
     def of(cls, tokens: jax.Array, logprobs: jax.Array) -> Sampled:
         """Return int32 tokens and float32 log-probabilities of the same shape as one value."""
-        # The bits as integers: a float32 cannot hold every int32.
+        # Pack the bits as integers, because a float32 cannot hold every int32.
         bits = jax.lax.bitcast_convert_type(logprobs, jnp.int32)
         return cls(packed=jnp.stack([tokens, bits], axis=-1))
 
@@ -110,7 +110,7 @@ def rules_of(
 ) -> np.ndarray:
     """Return how many tokens the sequences of a batch write, and how they draw them.
 
-    A call takes one array of the host more quickly than five.
+    A call with one array of the host takes less time than with five.
 
     Args:
       batch: Number of sequences.
@@ -122,7 +122,7 @@ def rules_of(
       float32 numbers. `limits_of` and `draw_of` read them.
     """
     rules = np.zeros((5, batch), np.uint32)
-    # The same memory: a float written here is read as bits there.
+    # Both arrays share memory: a float that is written to one is read as bits from the other.
     floats = rules.view(np.float32)
     for at, each in sampling.items():
         rules[0, at] = limits.get(at, 0)
@@ -144,7 +144,7 @@ def draw_of(rules: jax.Array, index: jax.Array) -> Draw:
       rules: As `rules_of` returns them.
       index: As in `Draw`.
     """
-    # Rows 0, 2 and 4 hold integers. Their bits mean nothing as floats, and are not read.
+    # Rows 0, 2 and 4 hold integers, and are not read as floats.
     floats = jax.lax.bitcast_convert_type(rules, jnp.float32)
     return Draw(
         temperature=floats[1],
@@ -164,8 +164,8 @@ def sample(logits: jax.Array, draw: Draw, *, is_greedy: jax.Array | None = None)
     Args:
       logits: `[batch, vocab]`.
       draw: How each sequence draws.
-      is_greedy: Whether all temperatures are 0. If the batch is sharded, pass it: to compute it
-        from `draw` takes a collective.
+      is_greedy: Whether all temperatures are 0. If the batch is sharded, pass it: computing it from
+        `draw` would take a collective.
 
     Returns:
       `[batch]` int32 tokens; -1 if a logit is NaN or +inf, or all are -inf.
@@ -189,7 +189,7 @@ def sample(logits: jax.Array, draw: Draw, *, is_greedy: jax.Array | None = None)
 def _draw(logits: jax.Array, draw: Draw) -> jax.Array:
     # Subtract the largest logit, so that dividing by a small temperature cannot overflow.
     scaled = (logits - jnp.max(logits)) / jnp.where(draw.temperature > 0, draw.temperature, 1.0)
-    # Stable: of equal logits, the lower token comes first, as in `argmax`.
+    # Use a stable sort: of equal logits, the lower token comes first, as in `argmax`.
     order = jnp.argsort(-scaled, stable=True)
     kept = keep(jax.nn.softmax(scaled[order]), top_k=draw.top_k, top_p=draw.top_p)
     # `kept` is in descending order of the chances; the scatter by `order` brings it into the order
@@ -210,6 +210,6 @@ def keep(chances: jax.Array, *, top_k: jax.Array, top_p: jax.Array) -> jax.Array
     rank = jnp.arange(chances.size)
     # float32 may round a small top_p to 0, so the first token is always kept. For top_p = 1, all
     # are kept, even if the sum rounds up to 1 before the last token.
-    # The sum before a token, so that the token which reaches top_p is kept: nucleus sampling
-    # (https://arxiv.org/abs/1904.09751).
+    # Compare the sum before each token, so that the token that reaches top_p is kept: nucleus
+    # sampling (https://arxiv.org/abs/1904.09751).
     return (rank < top_k) & ((rank == 0) | (top_p >= 1) | (jnp.cumsum(chances) - chances < top_p))

@@ -26,8 +26,8 @@ from shardwright.serving.space import PageSpace, SlotSpace
 class Scheduler:
     """The queue, the prefill rows and the slots.
 
-    A slot or row that a job has left is "dirty" until the device has emptied it. Only a slot that
-    is emptied may be used again. The prefill of a new prompt empties its row.
+    A slot or row that a job has left is "dirty" until the device has emptied it. A slot may be used
+    again only after it was emptied. The prefill of a new prompt empties its row.
 
     Attributes:
       limits: The limits that jobs share.
@@ -38,7 +38,7 @@ class Scheduler:
       rows: Jobs by row of the prefill batch.
       slots: Jobs by slot, from admission on.
       dirty_rows: Rows with tokens of no job.
-      dirty_slots: Slots to empty. There are none if prompts are read where they stay.
+      dirty_slots: Slots to empty. There are none if prompts are read in place.
       preempted: How often a job was preempted.
       settle: Reads the results of the calls in flight. It is called before a job is preempted,
         because the results may end jobs, and a job whose tokens are not known cannot continue.
@@ -86,7 +86,7 @@ class Scheduler:
         admitted = []
         while self.queue:
             slot, job = self._free_slot(), self.queue[0]
-            # A smaller request further back might fit, but then a large one might wait forever.
+            # A smaller request behind it might fit, but then a large request might wait forever.
             if slot is None or not self.space.fits(job, self.slots.values()):
                 break
             self.queue.popleft()
@@ -108,7 +108,7 @@ class Scheduler:
             for row, job in self.rows.items()
             if job.read < len(job.reading) and job.chunks_in_row >= self.limits.quantum
         ]
-        # Those that have had their rows for longest leave first.
+        # The jobs that have had their rows for longest leave first.
         long.sort(key=lambda pair: -pair[1].chunks_in_row)
         return [RowMove.of(job, row) for row, job in long[:wanted]]
 
@@ -266,7 +266,8 @@ class Scheduler:
         """Return the jobs that have tokens in a part of the arrays.
 
         Args:
-          part: "rows" (of the prefill batch), "slots", or "pools", which hold those of all jobs.
+          part: "rows" (of the prefill batch), "slots", or "pools", which hold the tokens of all
+            jobs.
         """
         if part == "rows":
             return list(self.rows.values())
@@ -301,13 +302,14 @@ class Scheduler:
             if any(each.in_flight for each in self.slots.values()):
                 self.settle()
             else:
-                # The youngest. It may be `job` itself, which then has no slot, and the loop ends.
+                # Preempt the youngest job. If it is `job` itself, `job` has no slot any more, and
+                # the loop ends.
                 self._preempt(max(self.slots.values(), key=lambda each: each.number))
 
     def _preempt(self, job: Job) -> None:
         self._leave(job)
         job.phase, job.read = Phase.QUEUED, 0
-        # In order of arrival, so the requests behind it do not overtake it.
+        # Insert it in order of arrival, so that later requests do not overtake it.
         at = sum(each.number < job.number for each in self.queue)
         self.queue.insert(at, job)
         self.preempted += 1
@@ -353,7 +355,7 @@ def stopped_by(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
 
 def may_begin(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
     """Return how many of the last tokens are the beginning of a stop sequence."""
-    # A whole stop sequence was found by `stopped_by`, so only longer ones can go on.
+    # `stopped_by` finds whole stop sequences, so look only for the beginning of a longer one.
     longest = max((len(sequence) for sequence in stop), default=0)
     for count in range(min(longest, len(tokens)), 0, -1):
         end = tuple(tokens[-count:])

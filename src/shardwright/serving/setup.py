@@ -146,8 +146,8 @@ def _is_array(leaf: Any) -> bool:
 def on_device(tree: T, device: jax.Device | None) -> T:
     """Return a tree whose arrays are committed to a device. They share their memory.
 
-    The functions of an engine return committed arrays if one argument is committed. Arrays that are
-    not would then make JAX compile each function a second time.
+    The functions of an engine return committed arrays if one argument is committed. Uncommitted
+    arrays would then make JAX compile each function a second time.
     """
     if device is None:
         return tree

@@ -2,7 +2,7 @@
 
 A `SlotSpace` reserves rows, or pages, for the longest possible text of a request, so nothing can
 run out later. Prompts are read in a prefill batch and copied to their slots. A `PageSpace` gives a
-request pages as its text grows, and pages may run out. Prompts are read where they stay.
+request pages as its text grows, and pages may run out. Prompts are read in place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class SlotSpace:
     """Slots of a fixed size.
 
     Attributes:
-      in_place: Whether prompts are read where they stay.
+      in_place: Whether prompts are read in place, where they also decode.
       shared_pages: Number of pages that requests took from others instead of computing them.
     """
 
@@ -82,7 +82,7 @@ class PageSpace:
     """Pages of a pool, which requests take one by one.
 
     Attributes:
-      in_place: Whether prompts are read where they stay.
+      in_place: Whether prompts are read in place, where they also decode.
       pool: Which request uses which pages.
     """
 
@@ -106,7 +106,7 @@ class PageSpace:
 
     def fits(self, job: Job, jobs: Iterable[Job]) -> bool:
         """Tell whether a waiting job finds pages for its prompt; see `SlotSpace.fits`."""
-        # Jobs that still read their prompts will take pages, which are not available either.
+        # Jobs that still read their prompts will take more pages, so subtract these too.
         needed = sum(
             self.pool.missing(self._tables[each.number], len(each.reading))
             for each in jobs
@@ -149,5 +149,5 @@ class PageSpace:
         return self._tables[job.number].pages
 
     def forget(self) -> None:
-        """Share no page that was written before, because weights or pools were replaced."""
+        """Share no page that was written earlier, because weights or pools were replaced."""
         self.pool.forget()

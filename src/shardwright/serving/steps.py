@@ -204,7 +204,7 @@ def prefill(
     count = tokens.shape[0]
     # `count` is out of range: a row that continues a prompt is not emptied.
     empty = jnp.where(entries[1] > 0, count, jnp.arange(count, dtype=jnp.int32))
-    # Empty rows in the same program, so that a new prompt takes no call of its own.
+    # Empty rows in the same program, so that a new prompt needs no extra call.
     return _read_chunk(model, clear(rows, empty), params, tokens, entries[0], rules)
 
 
@@ -243,7 +243,7 @@ def insert(
     refused = replicated(codes, mode)
     # A slot that refused its prompt must not become active.
     into = jnp.where(refused == 0, into, slots.ends.shape[0])
-    # Every device knows all new tokens and sets those of its slots, so no slot is sent.
+    # Every device knows all new tokens and sets the tokens of its slots, so no slot is sent.
     named = into[:, None] == jnp.arange(slots.ends.shape[0], dtype=jnp.int32)
     last = by_slot(jnp.max(jnp.where(named, first[:, None], 0), axis=0), mode)
     is_new = by_slot(jnp.any(named, axis=0), mode)[:, None]
@@ -329,7 +329,8 @@ def decode(
         last, index = by_slot(ends[:, 0], mode), by_slot(ends[:, 1], mode)
         active = index < by_slot(limits_of(rules), mode)
         caches, sampled = _decode_one(model, params, caches, last, active, rules, index)
-        # A code in place of a token must not be looked up as one. The host ends that request.
+        # A code in place of a token must not be looked up in the embedding. The host ends that
+        # request.
         ends = jnp.stack([jnp.maximum(sampled.tokens, 0), index + active], axis=1)
         return (caches, rows_by_slot(ends, mode)), sampled
 
@@ -363,7 +364,7 @@ def _repeat(count: int, step: Callable[[S], tuple[S, Sampled]], state: S) -> tup
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PagedBatch:
-    """The sequences of a call, as arrays of the host: few, because each costs time.
+    """The sequences of a call, as few arrays of the host as possible, because each costs time.
 
     Attributes:
       tables: `[batch, pages_per_slot]` int32.
@@ -427,8 +428,7 @@ def decode_pages(
       spec: Spec of a cache with this batch.
       most: Largest number of tokens that a slot gets in one call.
       pools: Donated.
-      last: `[slots]` int32, the latest token of each slot, as far as `batch` does not have it.
-        Donated.
+      last: `[slots]` int32, the latest token of each slot, where `batch` does not have it. Donated.
       params: Weights.
       batch: The sequences. Their tables have pages for these tokens. A slot whose limit is 0 gets
         none.
@@ -518,16 +518,16 @@ def next_tokens(
     """Draw the next tokens, or return codes where a cache did not grow by `counts`."""
     mode = old[0].spec.mode
     rules = replicated(rules, mode)
-    # Every device has the temperatures of all slots. To reduce those of its own takes a collective,
-    # so `draw` is made anew: the partitioner would shard both uses of one array by slot.
-    # The rules of empty slots are zeros, so such slots count as greedy.
+    # Every device has the temperatures of all slots. If both uses shared one array, the partitioner
+    # would shard it by slot, and the reduction would need a collective. So compute `draw` again
+    # here. The rules of empty slots are zeros, so such slots count as greedy.
     is_greedy = jnp.all(draw_of(rules, index).temperature == 0)
     draw = jax.tree.map(lambda leaf: by_slot(leaf, mode), draw_of(rules, index))
     logits = rows_by_slot(logits, mode)
     tokens = by_slot(sample(logits, draw, is_greedy=is_greedy), mode)
     logprobs = by_slot(logprobs_of(logits, jnp.maximum(tokens, 0)), mode)
-    # The model may ignore a refusal, but a cache that refuses keeps its length. Layer by layer and
-    # not stacked: XLA then computes all layers in one pass over the slots.
+    # The model may ignore a refusal, but a cache that refuses keeps its length. Compare layer by
+    # layer and not stacked: XLA then computes all layers in one pass over the slots.
     grew = grew_or_not = jnp.ones_like(by_slot(counts, mode), bool)
     for before, after in zip(old, new, strict=True):
         growth = by_slot(after.length - before.length, mode)

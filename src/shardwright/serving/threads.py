@@ -67,7 +67,7 @@ class StepLock:
         try:
             self.calls.compare()
         except AgreementError:
-            # The processes do not agree on these cancels, so none may take effect here.
+            # The processes have not agreed on these cancels, so none may take effect here.
             self._loop.drop_requested()
             raise
         self._loop.step()
@@ -98,7 +98,8 @@ class StepLock:
     def _next_step(self) -> concurrent.futures.Future[None]:
         with self.order:
             if self._pool is None:
-                # One thread: the tasks of an event loop share a step instead of running one each.
+                # Use one thread: the tasks of an event loop share a step instead of running one
+                # step each.
                 self._pool = concurrent.futures.ThreadPoolExecutor(1, "shardwright-engine")
             if self._running is None or self._running.done():
                 self._running = self._pool.submit(self._step_alone)

@@ -138,7 +138,7 @@ def _move_both(
 ) -> list[MovedWeights]:
     """Move the weights of decode, and those of prefill first."""
     if prefill_params is None:
-        # `params` moves twice. Only the second move may donate it.
+        # `params` moves twice, and only the second move may donate it.
         prefill = move(params, setup.prefill_params, name="params", donate=False)
         return [move(params, setup.params, name="params", donate=donate), prefill]
     check_weights(params, setup.params, "params")
@@ -147,7 +147,7 @@ def _move_both(
     first = donate and not both
     with resumable(lambda tree: {"params": params, "prefill_params": tree}):
         prefill = move(prefill_params, setup.prefill_params, name="prefill_params", donate=first)
-    # A first move that donates deletes what was given, so only its results can be moved again.
+    # If the first move donates, it deletes its source, so only its results can move again.
     kept = prefill.params if first else prefill_params
     with resumable(lambda tree: {"params": tree, "prefill_params": kept}):
         return [move(params, setup.params, name="params", donate=donate), prefill]
@@ -215,14 +215,15 @@ def _target(old: Any) -> NamedSharding | None:
     sharding = old.sharding if isinstance(old, jax.Array) else None
     if isinstance(sharding, SingleDeviceSharding) and old.committed:
         (device,) = sharding.device_set
-        # A plan needs a mesh. One device is a mesh of one; `_as_served` takes it away again.
+        # A plan needs a mesh. A single device becomes a mesh of one; `_as_served` removes this mesh
+        # again.
         mesh = flat_mesh([device])
         return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def _place(leaf: Any, old: Any) -> Any:
-    """Return a copy of a weight where the served one is, if that is not a sharding of a mesh."""
+    """Return a copy of a weight at the place of the served one, if that place is not on a mesh."""
     dtype = jnp.result_type(old)
     if not isinstance(old, jax.Array):
         return np.array(leaf, dtype)
@@ -234,14 +235,14 @@ def _place(leaf: Any, old: Any) -> Any:
 def _as_served(new: jax.Array, old: jax.Array) -> jax.Array:
     """Return a weight that has moved, without its mesh if the old one is on a single device."""
     if isinstance(old.sharding, SingleDeviceSharding):
-        # Without a copy. The type of an array names its mesh, and jit compiles for each type.
+        # Make no copy. The type of an array names its mesh, and jit compiles for each type.
         single: jax.Array = jax.device_put(new.addressable_shards[0].data, old.sharding)
         return single
     return new
 
 
 def _without_shared(moved: Any, plan: ReshardPlan) -> Any:
-    """Copy the leaves that were in place, because they share their memory with the source."""
+    """Copy the leaves that did not move, because they share their memory with the source."""
     leaves, structure = jax.tree.flatten(moved)
     copies: dict[int, Any] = {}
     for at, (leaf, leaf_plan) in enumerate(zip(leaves, plan.leaves, strict=True)):

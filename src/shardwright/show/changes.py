@@ -17,7 +17,7 @@ _MOVED = 5  # moved lines that are named
 
 
 def changes_text(comparison: PlanComparison, *, rows: int | None = None, width: int = WIDTH) -> str:
-    """Return what differs between two plans: quantities, collectives, and where they are unsure.
+    """Return the differences of two plans: quantities, collectives, and where the plans are unsure.
 
     Args:
       comparison: Both plans, compared.
@@ -30,7 +30,7 @@ def changes_text(comparison: PlanComparison, *, rows: int | None = None, width: 
     changes = [change for change in comparison.changes if change.changed]
     if changes:
         lines += table([_HEAD, *map(_change_row, changes)], width=width)
-    # Equal rows are counted below the table, so that it shows the change alone.
+    # Equal rows are counted below the table, so that the table shows only changes.
     traffic = [row for row in comparison.traffic if row.changed]
     shown = traffic if rows is None else traffic[:rows]
     if shown:

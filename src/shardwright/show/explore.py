@@ -52,7 +52,7 @@ def page_html(
       candidates: The candidates, the best first, such as those of `search`.
       variants: Label -> programs by mode, as they were planned. The label is `Candidate.variant`.
       title: Title of the page, such as the name of the model.
-      notes: What a reader must know, such as assumptions about the model.
+      notes: Notes for the reader, such as assumptions about the model.
 
     >>> page = page_html((), {}, title="a < b")
     >>> "a &lt; b" in page, "<script>alert" in page
@@ -61,7 +61,7 @@ def page_html(
     parts = importlib.resources.files("shardwright.show")
     style = (parts / "explore.css").read_text(encoding="utf-8")
     script = (parts / "explore.js").read_text(encoding="utf-8")
-    # Only a script with this hash runs, so no name from a file can ever become one.
+    # Only a script with this hash runs, so no name from a file can run as a script.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     allowed = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
     # In a script element, "<" is the only character that can end the data.
@@ -72,7 +72,7 @@ def page_html(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{allowed}; img-src data:">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        # Without an icon of its own, a page makes a browser ask the server for one.
+        # If a page has no icon, browsers ask the server for one.
         f'<link rel="icon" href="data:,"><title>{html_text(title)}</title>\n'
         f"<style>\n{style}</style></head>\n<body><h1>{html_text(title)}</h1>\n"
         '<noscript><p>This page needs JavaScript to draw its data.</p></noscript><main id="page">'
@@ -89,8 +89,8 @@ def page_data(
 ) -> dict[str, Any]:
     """Return the data of the page. The arguments are those of `page_html`.
 
-    Candidates name their tensors, decisions, collectives and texts by their positions in lists,
-    because most of them are equal in many candidates.
+    Candidates refer to tensors, decisions, collectives and texts by positions in lists, because
+    many candidates share them.
     """
     pools = {name: _Pool() for name in ("tensors", "decisions", "collectives", "texts")}
     programs = {
@@ -98,7 +98,8 @@ def page_data(
         for label, by_mode in variants.items()
         for mode, program in by_mode.items()
     }
-    # Annotations depend on no strategy and no mesh, so the first candidate tells those of all.
+    # Annotations do not depend on the strategy or the mesh, so those of the first candidate apply
+    # to all.
     inside: dict[tuple[str, str], list[AnnotationRequest]] = {}
     for candidate in candidates:
         for mode, report in candidate.reports.items():
@@ -113,7 +114,7 @@ def page_data(
             "strategy": candidate.name,
             "variant": candidate.variant,
             "settings": list(candidate.settings.items()),
-            # Pairs, because in JavaScript an object has its keys that are integers first.
+            # Use pairs, because a JavaScript object puts integer keys first.
             "mesh": list(candidate.sizes.items()),
             "modes": {
                 mode_name(mode): _plan(
@@ -151,7 +152,7 @@ def page_data(
 
 
 class _Pool:
-    """Values without repetition, each of which is named by its position."""
+    """Distinct values, which are referred to by position."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -168,7 +169,7 @@ def _plan(
     report: PlanReport, tensors: list[list[Any]], pools: Mapping[str, _Pool]
 ) -> dict[str, Any]:
     memory, time, texts = report.memory, report.time, pools["texts"]
-    # The names of the parts are those in the text of a plan. The time of the whole run comes first.
+    # The parts have the names of the text of a plan. The time of the whole run comes first.
     spans: list[tuple[str, float, float, str]] = []
     if time is not None and report.layout is not None:
         *parts, whole = time_rows(time, report.layout)

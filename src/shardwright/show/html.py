@@ -77,7 +77,7 @@ def grid(
     """
     left, top = _WIDTH if any(rows) else 0, _HEIGHT * 2 // 3 if any(columns) else 0
     count = len(cells) * len(cells[0])
-    # One more unit on each side, for half of the width of a line.
+    # Add one unit on each side, for half of the width of a line.
     width, height = left + len(cells[0]) * _WIDTH + 2, top + len(cells) * _HEIGHT + 2
     middle = _HEIGHT // 2 + 4
     shapes = [
@@ -94,7 +94,7 @@ def grid(
     ]
     for row, column in itertools.product(range(len(cells)), range(len(cells[0]))):
         x, y = left + column * _WIDTH + 1, top + row * _HEIGHT + 1
-        # Spread over the whole circle.
+        # Spread the hues over the whole color circle.
         hue = 360 * (at[0] * count + row * len(cells[0]) + column) // (at[1] * count)
         shapes.append(
             f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" stroke="currentColor" '
@@ -119,5 +119,5 @@ def _text(x: int, y: int, text: str, anchor: str = "middle") -> str:
 
 
 def html_text(value: object) -> str:
-    """Return a value as text in HTML. Escape what is HTML, and what is not printable."""
+    """Return a value as text in HTML. Escape HTML and characters that are not printable."""
     return html.escape(visible(str(value)))

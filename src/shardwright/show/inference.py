@@ -61,7 +61,7 @@ def table_text(inferred: Inferred, *, width: int, is_summary: bool) -> str:
         for rule in rules
         for dim in rule.dims
     ]
-    # Over all entries, so that the columns of different arrays are aligned.
+    # Measure all entries, so that the columns of different arrays are aligned.
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for rule in rules:
@@ -181,8 +181,8 @@ def path_rules(inferred: Inferred) -> Iterator[PathRule]:
 def _counting(paths: Sequence[str], rows: Mapping[str, ReportRow]) -> frozenset[int]:
     """Return the positions of the numbers in similar paths that change neither shape nor axes."""
     every = frozenset(range(len(_NUMBER.findall(paths[0]))))
-    # First all numbers, then all but one, the last one first. In `layers/3/heads/0/w` the layers
-    # usually agree, and the parts of a layer may differ.
+    # First try all numbers, then all but one, starting with the last number. In
+    # `layers/3/heads/0/w` the layers usually agree, and the parts of a layer may differ.
     for candidate in (every, *(every - {at} for at in sorted(every, reverse=True))):
         meanings: dict[str, set[Any]] = {}
         for path in paths:

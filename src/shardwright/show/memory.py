@@ -28,7 +28,7 @@ def memory_text(found: TreeBytes, *, rows: int | None = None, width: int = WIDTH
       width: Characters per line. Paths and specs are not wrapped, so lines may be longer.
     """
     shown = found.leaves if rows is None else found.leaves[:rows]
-    # The memory of the device is the usual one, so a column of it alone says nothing.
+    # Arrays are usually in device memory, so a column with only "device" says nothing.
     kinds = any(leaf.memory_kind for leaf in shown)
     head = (*_HEAD, "memory") if kinds else _HEAD
     lines = table(

@@ -26,13 +26,14 @@ LIVE_HEAD: Final = ("at the peak", "values", "of each", "for", "where")
 STATE_HEAD: Final = ("state", "arrays", "per device", "on all devices", "copies")
 CAUSE_HEAD: Final = ("replicated over", "could save", "arrays", "rule", "why")
 _TIME_HEAD: Final = ("time", "at least", "at most", "assumed")
-_CAUSES: Final = 5  # rules that replicate state and are shown
+_CAUSES: Final = 5  # number of shown rules that replicate state
 _VERDICTS: Final = {
     Verdict.FITS: "fits",
     Verdict.DOES_NOT_FIT: "does not fit",
     Verdict.CLOSE: "close: compile the program to know",
 }
-# What a program makes while it runs. Its arguments, of all other kinds, are in the table of state.
+# Values that a program creates while it runs. Arguments, of all other kinds, are in the table of
+# state.
 _MADE: Final = (TEMPORARY, LOOPS, RESULTS, CONSTANTS)
 
 
@@ -153,7 +154,8 @@ def live_rows(live: Sequence[Live], *, rows: int = 5) -> list[tuple[str, ...]]:
         (
             bytes_text(each.size),
             str(each.count),
-            # An entry without a dtype stands for operands of collectives, of several types.
+            # An entry without a dtype stands for operands of collectives, which may have several
+            # types.
             f"{each.dtype}[{','.join(map(str, each.shape))}]" if each.dtype else "moved operands",
             each.kind,
             each.source or "-",
@@ -207,7 +209,7 @@ def event_lines(
     table = remarked_table([EVENT_HEAD, *map(event_row, shown)], width=width)
     if len(shown) < len(groups):
         table.append(f"and {len(groups) - len(shown)} more")
-    # One collective that may not run makes the sum an upper bound.
+    # If one collective may not run, the sum is an upper bound.
     most = "at most " if any(event.maybe for event in events) else ""
     return [*table, f"sent per device: {most}{bytes_text(sent_bytes(events))}"]
 
@@ -216,7 +218,7 @@ def grouped_events(events: Sequence[Event]) -> list[list[Event]]:
     """Return groups of collectives with equal kind, axes, bytes and line, most bytes sent first."""
     groups: dict[tuple[Any, ...], list[Event]] = {}
     for event in events:
-        # What may not run has a row of its own, because "≤" is for the whole row.
+        # Collectives that may not run have separate rows, because "≤" applies to a whole row.
         key = (
             *(event.kind, event.mesh_axes, event.axes, event.logical_bytes, event.source),
             event.maybe,
@@ -264,7 +266,7 @@ def time_rows(time: TimeRange, layout: Layout) -> list[tuple[str, float, float, 
     for axes, span in time.links.items():
         parts.append(("+".join(axes), span, _rates_text(axes, layout)))
     whole = SecondsRange(low=time.low, high=time.high)
-    # Not the sum of the parts: at best all of them overlap.
+    # This is not the sum of the parts, because at best all of them overlap.
     parts.append(("all", whole, "from full overlap to none; not calibrated"))
     return [(name, span.low, span.high, assumed) for name, span, assumed in parts]
 

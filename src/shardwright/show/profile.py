@@ -114,8 +114,8 @@ def line_row(line: LineTime, profile: Profile) -> tuple[str, ...]:
 
 
 def difference_lines(profile: Profile) -> list[str]:
-    """Return what the program has and the plan does not, and the reverse."""
-    # Equal ones share a line: an unrolled model has one for each layer.
+    """Return the collectives that only the program has, and those that only the plan has."""
+    # Equal collectives share a line: an unrolled model has one for each layer.
     unplanned: dict[tuple[str, ...], list[MeasuredCollective]] = {}
     for each in profile.unplanned:
         _, kind, over, _, size, _, _, where = collective_row(each)

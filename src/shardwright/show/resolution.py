@@ -85,7 +85,7 @@ def resolution_html(resolution: Resolution) -> str:
     if resolution.unreduced is not None:
         parts.append(f"<div>{html_text(sum_text(resolution.unreduced))}</div>")
     parts += [f"<div>note: {html_text(note)}</div>" for note in resolution.notes]
-    # Not `html_text`, which would turn the line breaks of a problem into escapes.
+    # Do not use `html_text`, which would escape the line breaks of a problem.
     parts += [f"<pre>{html.escape(str(problem))}</pre>" for problem in resolution.problems]
     return f"<div>{''.join(parts)}</div>"
 

@@ -161,8 +161,8 @@ def candidate_rows(shown: Sequence[Candidate]) -> list[list[str]]:
     assert layout is not None
     head += ["host link", f"between {layout.topology.group}s", "fits"]
     rows = [_row(candidate) for candidate in shown]
-    # By position in `head`: 0 is the variant, 3 the settings, and the last but one what slices send
-    # to each other. Before it is what moves over the host link.
+    # Columns by position in `head`: 0 is the variant, 3 the settings. The last but one is the bytes
+    # between slices. The one before it is the moves over the host link.
     absent = {0} if not any(candidate.variant for candidate in shown) else set()
     if not any(candidate.slice_bytes for candidate in shown):
         absent.add(len(head) - 2)
@@ -192,7 +192,7 @@ def _row(candidate: Candidate) -> list[str]:
 
 
 def _host_text(candidate: Candidate) -> str:
-    """Return what a candidate moves over the host link, and what that costs at most."""
+    """Return the bytes that a candidate moves over the host link, and the longest time for it."""
     if not candidate.host_bytes:
         return "-"
     times = [report.time for report in candidate.reports.values()]

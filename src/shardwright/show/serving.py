@@ -1,4 +1,4 @@
-"""Show what an engine has done, and how its weights moved."""
+"""Show the report of an engine, and how its weights moved."""
 
 from __future__ import annotations
 

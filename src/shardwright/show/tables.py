@@ -114,8 +114,8 @@ def _fit(
             (at for at in range(len(widths)) if widths[at] > min_widths[at]),
             key=lambda at: widths[at],
         )
-        # One character less may move a whole word to the next line. The column can then be
-        # narrower still.
+        # One character less may move a whole word to the next line. The column can then shrink
+        # further.
         narrower = max(
             len(line) for cell in columns[widest] for line in _wrap(cell, widths[widest] - 1)
         )

@@ -60,7 +60,8 @@ def verification_text(verification: Verification, *, width: int = WIDTH) -> str:
 def refusal_text(compiled: Compiled) -> str:
     """Return the line of the compiler's message that says how much memory the program needs."""
     lines = [line.strip() for line in compiled.refused.splitlines()]
-    # XLA for TPU writes `Used 17.2G of 15.75G hbm`. Without the first letter, `used` is found too.
+    # XLA for TPU writes `Used 17.2G of 15.75G hbm`. Match without the first letter, so that `used`
+    # matches too.
     return next((line for line in lines if "sed " in line and " of " in line), lines[0])
 
 
@@ -75,14 +76,14 @@ def memory_rows(verification: Verification) -> Iterator[tuple[str, ...]]:
     if compiled.peak is None:
         return
     low, high = report.memory.low, report.memory.high
-    # An upper end is not 0: a program holds its arguments. A lower end may be.
+    # An upper end is not 0, because a program holds its arguments. A lower end may be 0.
     above, below = compiled.peak / high - 1, 1 - compiled.peak / max(low, 1)
     if above >= _VISIBLE:
         remark = f"{above:.1%} above the range"
     elif below >= _VISIBLE:
         remark = f"{below:.1%} below the range"
     else:
-        # A range of one value is a prediction, and the compiler meets it.
+        # A range of one value is a prediction that the compiler met.
         equal = high - low < _VISIBLE * high
         remark = "equal" if equal else "inside the range"
     yield "memory", f"{bytes_text(low)} to {bytes_text(high)}", bytes_text(compiled.peak), remark

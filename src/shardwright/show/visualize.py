@@ -18,7 +18,8 @@ from shardwright.resolution.partition_specs import UNCONSTRAINED, entry_names, s
 from shardwright.show.html import LONGEST_CELL, grid, html_text
 from shardwright.show.tables import table
 
-# Panels, rows and columns that are drawn. Of more, the middle ones are left out.
+# Largest numbers of panels, rows and columns that are drawn. If there are more, the middle ones are
+# left out.
 _MOST_PANELS: Final = 16
 _MOST_ROWS: Final = 16
 _MOST_COLUMNS: Final = 8
@@ -256,7 +257,7 @@ def _of_spec(
             over="+".join(names),
         )
         for at, names in enumerate(over)
-        # Mesh axes of size 1 cut nothing, so a dim over them alone is drawn whole.
+        # Mesh axes of size 1 cut nothing, so a dim that is sharded only over them is drawn whole.
         if math.prod(sizes[axis] for axis in names) > 1
     )
     numbers = (

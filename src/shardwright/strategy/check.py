@@ -41,15 +41,15 @@ _AXIS_NAME: Final = re.compile(
 )
 
 
-# Keys of [modes.M] and [[tensors]] that are not axes, although axes are keys there.
+# Keys of [modes.M] and [[tensors]] that are not axes, among keys that are axes.
 TABLE_KEYS: Final = ("params", "match", "memory")
 
 
 def data_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:
     """Yield every problem of a strategy's data that pydantic does not check.
 
-    Data without `[mesh]` is meant as an overlay, and may use names that the strategy below it
-    declares. So the names of such data are checked only by `compile`.
+    Data without `[mesh]` counts as an overlay, and may use names that the strategy below it
+    declares. So only `compile` checks the names of such data.
     """
     parsed = parse_rules(data, origin)
     yield from parsed.problems
@@ -67,7 +67,7 @@ def data_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Probl
 def pipeline_problems(
     data: Mapping[str, Any], parsed: ParsedTables, origin: KeySources
 ) -> Iterator[Problem]:
-    """Yield every problem of `[pipeline]` and of the rule of LAYERS, which go together."""
+    """Yield every problem of `[pipeline]` and of the rule of LAYERS, which need each other."""
     table, policy = (
         value if isinstance(value := data.get(name), Mapping) else {}
         for name in ("pipeline", "policy")
@@ -99,7 +99,8 @@ def pipeline_problems(
         fix = 'write schedule = "circular", or repeats = 1'
         yield problem_at(("pipeline", "repeats"), origin, what, fix)
     if policy.get("order") == "rules":
-        # Inside a stage the rules have no pp, so they would lack candidates that the order counts.
+        # Inside a stage, rules do not name pp, so candidates that have a place in the order would
+        # be missing.
         what = 'a pipeline cannot run under order = "rules"'
         yield problem_at(("policy", "order"), origin, what, 'write order = "dims"')
 
@@ -169,8 +170,7 @@ def _fix_for_unknown(name: str, known: Sequence[str]) -> tuple[str, str]:
     if len(words) > 1 and all(word in known for word in words):
         return f'mesh axes are joined by "+": did you mean "{"+".join(words)}"?', ""
     axis = canonical_axis(name.strip("_"))
-    # The name is that of an axis, such as `tensor_parallel` or `TP`, in place of its mesh axis
-    # `tp`.
+    # The name is an axis, such as `tensor_parallel` or `TP`, instead of its mesh axis `tp`.
     meant = PARALLELISM_AXES.get(axis, "")
     if meant not in known:
         if axis in KNOWN_AXES and name.lower() not in map(str.lower, known):
@@ -193,7 +193,7 @@ def _pattern_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[P
     }
     for table, (entries, example) in tables.items():
         for at, entry in enumerate(entries if isinstance(entries, list) else ()):
-            # pydantic reports entries that are no tables, and patterns that are no text.
+            # pydantic reports entries that are not tables, and patterns that are not text.
             if isinstance(entry, Mapping) and isinstance(entry.get("match"), str):
                 yield from _entry_problems((*table, str(at)), entry, origin, example)
 
@@ -234,7 +234,7 @@ def _user_axis_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator
 
 def _mesh_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:
     mesh, dcn, types = data.get("mesh"), data.get("dcn") or {}, data.get("axis_types")
-    # pydantic reports sizes of other types. By `type`, because True is an int too.
+    # pydantic reports sizes of other types. Compare by `type`, because True is an int too.
     for table in (mesh, dcn):
         if not isinstance(table, Mapping) or any(type(size) is not int for size in table.values()):
             return

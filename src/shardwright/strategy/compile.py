@@ -55,7 +55,7 @@ def compile_rules(data: Mapping[str, Any], origin: KeySources, policy: Any) -> A
         )
     )
     compiled = _compile_policy(policy, parsed)
-    # Without `order = "rules"` the order within an entry has no meaning, so it is normalized.
+    # Without `order = "rules"`, the order within an entry has no meaning, so sort it.
     arranged = sorted if compiled.order is Order.DIMS else list
     tensors = [
         TensorRules(

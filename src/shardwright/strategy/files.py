@@ -50,7 +50,7 @@ def _check_format(format: str, source: str, fix: str = "name the file .toml or .
 
 
 def strategy_names(text: str | Path, root: Path = Path()) -> list[str]:
-    """Return the names in `a | b`. A file whose name has a bar is one name."""
+    """Return the names in `a | b`. If a file has a bar in its name, the text is one name."""
     if isinstance(text, Path) or os.path.exists(root / text):
         return [str(text)]
     return [name.strip() for name in text.split("|")]
@@ -210,7 +210,8 @@ def _toml(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
     }
     if path and (plain or not table):
         yield f"\n[{'.'.join(map(_toml_key, path))}]"
-    # Before any table: in TOML, a key after a header belongs to the table of that header.
+    # Write keys before any table: in TOML, a key after a header belongs to the table of that
+    # header.
     for key, value in plain.items():
         yield f"{_toml_key(key)} = {_toml_value(value)}"
     for key, value in table.items():
@@ -265,8 +266,8 @@ def _write_text(path: Path, text: str, *, overwrite: bool) -> Path:
         # os.replace would replace the device or pipe itself.
         what = f"{str(path)!r} is not a regular file, and would be replaced by one"
         raise StrategyError(what, fix="choose another name, or print and redirect (>)")
-    # In the folder of the target, because `os.replace` is atomic only within one file system. Forty
-    # characters of the name keep the temporary name below the usual limit of 255 bytes.
+    # Write in the folder of the target, because `os.replace` is atomic only within one file system.
+    # Forty characters of the name keep the temporary name below the usual limit of 255 bytes.
     temporary = target.with_name(f".{target.name:.40}.{secrets.token_hex(8)}")
     try:
         # open() applies the umask. Reading the umask here would change it for every thread.
@@ -345,7 +346,7 @@ def json_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
             key = str(counts[-1])
         elif match["key"]:
             key = json.loads(match["key"])
-            # Counting goes on from the last key, so the whole text is counted once.
+            # Lines are counted from the last key on, so the whole text is counted once.
             line += text.count("\n", counted, match.start())
             counted = match.start()
             # Deeper data is refused later. Its paths alone would take quadratic memory.

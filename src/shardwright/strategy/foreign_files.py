@@ -29,7 +29,8 @@ def read_text(
       ShardingError: The file cannot be read, is not UTF-8, or is too long.
     """
     try:
-        # By pieces: `read(most)` takes the memory of `most` characters, whatever the file has.
+        # Read in pieces, because `read(most)` allocates memory for `most` characters, whatever the
+        # file has.
         with path.open(encoding="utf-8-sig") as file:
             # One piece more than `most` needs, so that a file that is too long is noticed.
             pieces = itertools.islice(iter(lambda: file.read(_PIECE), ""), most // _PIECE + 1)
@@ -59,7 +60,7 @@ def read_json(path: Path, *, error: type[ShardingError] = StrategyError, fix: st
     text = read_text(path, most=LONGEST_JSON, error=error, fix=fix)
     try:
         return json.loads(text)
-    # Also an integer of more than 4300 digits, and a text that is nested too deeply.
+    # This also covers integers of more than 4300 digits, and text that is nested too deeply.
     except (ValueError, RecursionError) as failure:
         what = f"{path.name} is not JSON: {str(failure).partition(';')[0]}"
         raise error(what, fix=fix or "repair the file") from failure

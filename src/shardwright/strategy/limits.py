@@ -72,7 +72,7 @@ def check_entries(data: Mapping[str, Any], origin: KeySources) -> None:
 
 
 def _problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:
-    # A list in place of recursion, because the depth is not checked yet. Reversed entries are
+    # Use a list instead of recursion, because the depth is not checked yet. Reversed entries are
     # popped in the order of the file.
     waiting: list[tuple[KeyPath, Any]] = [((), data)]
     while waiting:

@@ -111,7 +111,8 @@ MemoryName = Literal["device", "host"]
 
 class _TableModel(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-    # pydantic checks keys that are no fields by this type. Here each is an axis with its rule.
+    # pydantic checks keys that are not fields by this type. Here each key is an axis, and its value
+    # a rule.
     __pydantic_extra__: dict[str, str]
 
     @property
@@ -359,14 +360,14 @@ class Strategy(BaseModel):
     def _build(
         self, data: Mapping[str, Any], origin: KeySources, *, is_overlay: bool = False
     ) -> None:
-        # First, because the time of all later steps grows with the number of entries.
+        # Check this first, because the time of all later steps grows with the number of entries.
         check_entries(data, origin)
         data, origin, problems = normalized(data, origin)
         try:
             super().__init__(**data)
         except ValidationError as error:
             problems += problems_of(error, type(self), origin)
-        # The base of an overlay may declare its names, so the sum of both is checked instead.
+        # The base of an overlay may declare its names, so the combined strategy is checked instead.
         found = () if is_overlay else check.data_problems(data, origin)
         raise_problems(first_problems(itertools.chain(problems, found)))
         self._origin = origin
@@ -569,8 +570,8 @@ class Strategy(BaseModel):
         The order of the mesh axes decides where each device is. Under `order = "rules"` the order
         of the rules is part of the value too.
         """
-        # `dict(self.rules)` joins interleaved chains, which mean the same as one table unless the
-        # order of rules decides.
+        # `dict(self.rules)` joins interleaved chains. They mean the same as one table unless `order
+        # = "rules"`.
         keys = self.model_dump() | {"rules": dict(self.rules), "params": dict(self.params)}
         order: tuple[Any, ...] = ()
         if self.policy.order == "rules":

@@ -15,8 +15,8 @@ def overlay_problems(
 ) -> list[Problem]:
     """Return a problem if one strategy has `axis_types` as a word and the other as a table.
 
-    A word covers all mesh axes, and a table covers some. The overlay would not define the types of
-    the other mesh axes.
+    A word covers all mesh axes, and a table covers some. The overlay would leave the types of the
+    other mesh axes undefined.
     """
     low, high = base.get("axis_types"), other.get("axis_types")
     if low is None or high is None or isinstance(low, Mapping) == isinstance(high, Mapping):
@@ -58,7 +58,8 @@ def merge(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(below, Mapping) and isinstance(value, Mapping):
             merged[key] = merge(below, value)
         elif isinstance(below, list) and isinstance(value, list):
-            # `[[tensors]]`: the first entry that matches applies, so those of `other` come first.
+            # In `[[tensors]]`, the first entry that matches applies, so the entries of `other` come
+            # first.
             merged[key] = [*value, *below]
         else:
             merged[key] = value
@@ -77,7 +78,8 @@ def merge_origin(base: KeySources, other: KeySources, data: Mapping[str, Any]) -
       other: Origin of the strategy above.
       data: Plain data of the strategy above.
     """
-    # Entries are counted in key paths, `("tensors", "0")`, so the lower ones get larger numbers.
+    # Key paths have the numbers of entries, `("tensors", "0")`, so the entries of `base` get larger
+    # numbers.
     memory = data.get("memory", {})
     moved = base
     for table, entries in ((("tensors",), data), (("memory", "tensors"), memory)):

@@ -85,7 +85,7 @@ def parse_rules(data: Mapping[str, Any], origin: KeySources) -> ParsedTables:
             if rule is None:
                 continue
             if is_array:
-                # A rule "-" has no candidates and still a place, which a composite may need.
+                # A rule "-" has no candidates but has a place, which a composite may need.
                 places = len(rule.candidates) or int(axis not in parsed)
                 orders.setdefault(home, []).extend([axis] * places)
             if role is Role.PARAM and rule.fallback is Fallback.UNCONSTRAINED:
@@ -95,8 +95,8 @@ def parse_rules(data: Mapping[str, Any], origin: KeySources) -> ParsedTables:
             if axis in parsed:
                 if fault := _continuation_fault(parsed[axis], rule):
                     problems.append(problem_at(full, origin, *fault, rule=rule.ref))
-                # Only an array of tables has an axis twice; pydantic refuses two spellings in one
-                # table.
+                # Only an array of tables can have an axis twice; pydantic refuses two spellings in
+                # one table.
                 rule = _continued(parsed[axis], rule)
             parsed[axis] = rule
     gather, largest_dim, zero1, idle = (

@@ -28,7 +28,8 @@ def isolated() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # What was left set is probably a result of the error, so the error of the block stays.
+        # If the block failed, the leftover is probably a consequence, so its error is raised
+        # unchanged.
         _take_back(depth, mesh, legacy)
         raise
     if leftovers := _take_back(depth, mesh, legacy):

@@ -191,8 +191,8 @@ def assert_collectives(
       broadcast: see `all_gather`.
       ragged_all_to_all: see `all_gather`.
       only: forbid kinds that are not named.
-      axis: count only collectives over this mesh axis or semantic axis. For several axes: over
-        exactly these, not counting axes of one device.
+      axis: count only collectives over this mesh axis or semantic axis. Several axes mean
+        collectives over exactly these, where axes of one device are ignored.
       bytes: logical bytes of the named kinds, or of all kinds if none is named, as an integer or a
         `range`. Loops count once per trip. The element types are those that the program has before
         XLA for CPU widens some of them. A program that is already compiled does not show all of
@@ -273,7 +273,7 @@ def assert_no_collectives(
     """
     __tracebackhide__ = True
     compiled = read_program(program, args, mesh=mesh, manager=manager)
-    # No collective over an axis: also none over that axis and others together.
+    # This also forbids collectives over that axis together with others.
     over = compiled.over(axis, exactly=False)
     if over:
         problems = [
@@ -311,7 +311,7 @@ def _count_text(kind: Kind, collectives: Sequence[Collective]) -> str:
 
 
 def _misfit(name: str, wanted: Count, found: int | None, text: str) -> list[str]:
-    """Return a line unless a number is as expected. It is None if a loop of unknown length has it.
+    """Return a line unless a number is as expected. The number is None in a loop of unknown length.
 
     `text` shows the number.
     """

@@ -125,7 +125,7 @@ class Case:
                 for name in ("k", "v")
                 for key, x in quantize_arrays(name, arrays[name], self.stored).items()
             }
-        # The call has one argument `bias` and one `mask`, whatever the values are.
+        # The call has one argument `bias` and one argument `mask`, whichever names the case uses.
         arrays |= {
             "bias" if name.endswith("bias") else name.removeprefix("row_"): known[name]()
             for name in self.arrays
@@ -382,8 +382,8 @@ CASES = (
         options={"causal": True},
         arrays=("hiding_bias",),
     ),
-    # Large logits reveal an operand that is scaled and then rounded. Of these sizes 80 and 128 have
-    # a scale that is not a power of two. In bfloat16, every implementation whose backward pass
+    # Large logits reveal an operand that is scaled and then rounded. Of these sizes, 80 and 128
+    # have scales that are not powers of two. In bfloat16, every implementation whose backward pass
     # reads the rounded output needs the slack.
     *(
         Case(

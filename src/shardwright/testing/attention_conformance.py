@@ -240,7 +240,8 @@ def check(
     expected = _expected(case, cell.dtype)
     names = {name for name in expected if cell.mode == "train" or name in OUTPUTS}
     _must(set(results) == names, f"{cell}: it returns {sorted(results)}, not {sorted(names)}")
-    # Outputs first: if an output is wrong, so are the gradients, and the message names the output.
+    # Compare outputs first: if an output is wrong, its gradients are too, and the message should
+    # name the output.
     for name in sorted(results, key=lambda name: (name not in OUTPUTS, name)):
         # In a bfloat16 cell, the gradient of a float32 bias has bfloat16 errors too.
         dtypes = {
@@ -329,8 +330,8 @@ def _program(
         result = outputs(floats, rest)
         weighed = jnp.sum(result["o"].astype(jnp.float32) * weights)
         if "lse" in result:
-            # The derivative of sin differs from row to row, so a factor that is wrong in one row
-            # shows.
+            # The derivative of sin differs from row to row, so a wrong factor in one row is
+            # noticed.
             weighed += jnp.sum(jnp.where(jnp.isneginf(result["lse"]), 0.0, jnp.sin(result["lse"])))
         return weighed, result
 

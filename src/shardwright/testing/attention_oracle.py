@@ -14,7 +14,7 @@ import numpy as np
 from shardwright.attention.call import Arithmetic, Operands
 from shardwright.attention.parts.dropout import keep_factors
 
-# Repeated here, so that the oracle does not depend on `masks`.
+# The limit is repeated here, so that the oracle does not depend on `masks`.
 _HIDING = np.float32(-2e38)
 
 
@@ -69,7 +69,7 @@ def backward(operands: Operands, recipe: Arithmetic, *, do: Any, dlse: Any) -> d
     if recipe.softcap is not None:
         # The derivative of tanh is 1 - tanh**2, and tanh is `logits / softcap`.
         dlogits = dlogits * (1.0 - np.square(softmax.logits / recipe.softcap))
-    # The scale comes before the bias and the softcap, so only the scores get it.
+    # The scale comes before the bias and the softcap, so it applies only to the scores.
     dscores = dlogits * recipe.scale
     grads = {
         "q": np.einsum("bhts,bshd->bthd", dscores, k),

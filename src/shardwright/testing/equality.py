@@ -52,8 +52,8 @@ def assert_same_as_unsharded(
 
     `assert_same_as_unsharded(loss, params, batch, manager=pm)`. The function runs twice, jitted:
     on the sharded arguments, then on copies on one device under the same rules. Gradients are
-    compared too. They are those of a weighted sum of all floating-point results, by each
-    floating-point argument. The weights are fixed.
+    compared too. They are gradients of a sum of all floating-point results with fixed weights, with
+    respect to each floating-point argument.
 
     Args:
       f: the function. It must use the ambient manager or mesh, not one of its own.
@@ -77,7 +77,7 @@ def assert_same_as_unsharded(
     mesh = _mesh_of(args) if active is None and mesh is None else mesh
     single_device = _on_one_device(active, mesh, plain=reference is not None)
     with active if active is not None else jax.set_mesh(mesh):
-        # Compiled before the call, so that a program that shards nothing is refused without a run.
+        # Compile before the call, so that a program that shards nothing is refused without a run.
         compiled = jax.jit(_run(f, grad)).lower(*args).compile()
         if is_same_everywhere(compiled):
             raise AssertionError(
@@ -186,7 +186,7 @@ def _run(f: Callable[..., Any], grad: bool) -> Callable[..., Any]:
         if not grad:
             return results_of([])[1], None
         values = [leaves[at] for at in differentiated]
-        # The whole result goes along as aux, because only its floats can have a cotangent.
+        # Return the whole result as aux, because only its floats can have a cotangent.
         floats, pull_back, result = jax.vjp(results_of, values, has_aux=True)
         if not floats or not differentiated:
             raise ProgramError(
@@ -201,8 +201,8 @@ def _run(f: Callable[..., Any], grad: bool) -> Callable[..., Any]:
 
 def _direction(array: Any) -> Any:
     """Return distinct numbers between -1 and 1 in the shape, dtype and sharding of an array."""
-    # Equal weights would not show that two elements have changed places.
-    # On Explicit meshes the type of a cotangent includes the sharding of its result.
+    # Equal weights would not detect two swapped elements. On Explicit meshes the type of a
+    # cotangent includes the sharding of its result.
     ones = jnp.ones_like(array)
     for dim in range(array.ndim):
         ones = ones * jnp.cos(
@@ -261,7 +261,7 @@ def _named(results: tuple[Any, Any]) -> list[tuple[str, Any]]:
 def _row(
     path: str, array: Any, other: Any, rtol: float | None, atol: float
 ) -> tuple[str, ...] | None:
-    """Return the table row of a tensor, at the largest difference; None if it is allowed."""
+    """Return the row of a tensor at its largest difference; None if the difference is allowed."""
     shape = "x".join(map(str, array.shape)) or "scalar"
     columns = (
         path,

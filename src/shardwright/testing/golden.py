@@ -48,7 +48,7 @@ class Golden:
       command: the command that writes the test's files.
       case: `dp2-tp4`, appended to the names that calls give, so that each mesh has its own files.
       parameters: the parameters in the test's id. They are not added to the names that calls give,
-        so tests that differ in them share those files.
+        so tests that differ only in parameters share these files.
       rivals: the tests, with this one, that would use the same file by default.
       used: name → text of each file that the test has used.
       written: the names of those that were written.

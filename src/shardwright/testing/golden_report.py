@@ -52,7 +52,7 @@ def _name(item: pytest.Item) -> str:
 def _rivals(item: pytest.Item) -> tuple[str, ...]:
     """Return the tests of the module with the same default file; empty if there is only one."""
     modules = item.config.stash.setdefault(_NAMES, {})
-    # Once for each module: to search all of its tests for each test takes quadratic time.
+    # Compute this once per module: a search through all tests for each test takes quadratic time.
     if str(item.path) not in modules:
         names = modules[str(item.path)] = {}
         for user in _reports(item).users.get(str(item.path), []):

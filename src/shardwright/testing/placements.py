@@ -199,7 +199,7 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
     lines += [
         "",
         *table(
-            # Wrong ones first, because the table has room for a few rows only.
+            # Show wrong ones first, because the table has room for only a few rows.
             [_HEAD, *map(_row, [*wrong, *right][:rows])],
             whole=_SPECS,
         ),
@@ -250,7 +250,7 @@ def _devices_text(sharding: NamedSharding) -> str:
 
 
 def _pairs(pair: Wanted) -> list[tuple[Any, Any]]:
-    """Return the mesh axes of each dim, found and expected. (None, ()) if they do not compare."""
+    """Return the mesh axes of each dim, found and expected; (None, ()) if not comparable."""
     own: Any = getattr(pair.value, "sharding", None)
     wanted: Any = pair.sharding
     rank = np.ndim(pair.value)
@@ -262,13 +262,14 @@ def _pairs(pair: Wanted) -> list[tuple[Any, Any]]:
 def _on_one_mesh(own: Any, wanted: Any) -> bool:
     if not isinstance(own, NamedSharding) or not isinstance(wanted, NamedSharding):
         return False
-    # Not the meshes themselves: axis types do not change a sharding, and an abstract mesh equals no
+    # Do not compare the meshes: axis types do not change a sharding, and an abstract mesh equals no
     # concrete one.
     return bool(own.mesh.shape_tuple == wanted.mesh.shape_tuple)
 
 
 def _differences(pair: Wanted) -> list[str]:
-    """Return the dims with different mesh axes, as `dim 1 HEAD: -, not tp`, and what else differs.
+    """Return the dims with different mesh axes, as `dim 1 HEAD: -, not tp`, and all other
+    differences.
 
     Nothing if the array is sharded as expected.
     """

@@ -76,7 +76,7 @@ class CompiledCollectives:
         )
 
     def _mesh_axes(self, axis: str) -> frozenset[str]:
-        # Not a set: the message lists the axes in the same order in every run.
+        # Do not use a set: the message lists the axes in the same order in every run.
         known = dict.fromkeys(
             [
                 *self.sizes,
@@ -203,7 +203,7 @@ def _may_hide_bfloat16(lowered: Any, compiled: Any, collectives: Sequence[Collec
 
 
 def _signature(collective: Collective) -> tuple[Any, ...]:
-    # Without the element type of the program, which is what the second compilation is for.
+    # Leave out the element type of the program, which the second compilation finds.
     return (
         collective.kind,
         collective.mesh_axes,

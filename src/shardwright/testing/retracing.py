@@ -51,7 +51,7 @@ def assert_no_retrace(
         )
     first: Sequence[Any] = ()
     result = None
-    with context.APART(object()):  # hides what other tests have compiled
+    with context.APART(object()):  # hides programs that other tests have compiled
         for number, call in enumerate(calls, 1):
             args = _arguments(call, result, number)
             seen = _seen(args)
@@ -88,7 +88,7 @@ def _check_jitted(f: Callable[..., Any], compilations: Compilations) -> None:
 
 
 def _arguments(call: Any, result: Any, number: int) -> Sequence[Any]:
-    """Return the arguments of a call. An array or a named tuple is an error, though both unpack."""
+    """Return the arguments of a call. Refuse an array or a named tuple, although both unpack."""
     __tracebackhide__ = True
     args = call(result) if callable(call) else call
     if type(args) not in (tuple, list):

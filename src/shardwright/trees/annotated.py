@@ -128,8 +128,8 @@ def annotated_leaves(tree: Any, annotations: Any = None) -> list[Leaf]:
 def _with_dicts(tree: Any) -> Any:
     """Return a tree with a dict for each FrozenDict of flax, which has the same keys and order."""
 
-    # To JAX the two are different nodes, so a tree with one does not fit annotations with the
-    # other.
+    # For JAX, dict and FrozenDict are different nodes, so a tree with one does not fit annotations
+    # with the other.
     def is_frozen(node: Any) -> bool:
         # Compare the type by name, so that flax is not imported.
         cls = type(node)
@@ -150,7 +150,8 @@ def _covering(tree: Any, annotations: Any) -> list[Any]:
         parts = structure.flatten_up_to(tree)  # type: ignore[attr-defined]
     except ValueError as error:
         raise_problems(list(_misfits(tree, annotations, ())))
-        # All paths agree, so the static data of two nodes differ. Only JAX's message shows it.
+        # All paths agree, so the static data of two nodes must differ. Only JAX's message shows
+        # how.
         message = str(error).splitlines()[0].partition(", got")[0]
         what = f"the tree of annotations does not fit the tree: {message}"
         raise StrategyError(what, fix=_EACH_LEAF) from error
@@ -175,9 +176,9 @@ def _spread(
     """Return the annotation of each leaf below a tuple of tuples of axes.
 
     If `part` is a tuple of the same length, its values pair with the annotations one to one.
-    Otherwise the tuple is one annotation of composites. But if `part` is another container, with as
-    many children as annotations, and their ranks fit one to one, both readings are possible. Then a
-    problem is added.
+    Otherwise the tuple is one annotation of composites. If `part` is another container with as many
+    children as annotations, and the ranks fit one to one, both readings are possible, and a problem
+    is added.
     """
     # A named tuple counts as another container, although it is a tuple too.
     counts = [_count(child) for child in part] if type(part) is tuple else []
@@ -237,7 +238,7 @@ def _children(node: Any) -> dict[Any, Any] | None:
     children, structure = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda child: child is not node
     )
-    # To JAX, None and () are nodes without children. Only a leaf has this structure.
+    # For JAX, None and () are nodes without children. Only a leaf has this structure.
     leaf: Any = jax.tree.structure(0)
     return None if leaf == structure else {path[0]: child for path, child in children}
 

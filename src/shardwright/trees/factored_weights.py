@@ -142,7 +142,7 @@ def scale_axes(
         fix = "keep a dim of size 1 for a single scale (keepdims=True); "
         fix += "every other size is the number of blocks"
         raise RankMismatchError(what, path=path, fix=fix)
-    # A shard of the values needs every scale of a dim that has only one, so that is replicated.
+    # If a dim has only one scale, every shard of the values needs it, so it is replicated.
     dims = tuple(None if scale == 1 else at for at, scale in enumerate(scales))
     return PartOf(annotation=axes, shape=values, dims=dims, path=path)
 
@@ -150,12 +150,12 @@ def scale_axes(
 def annotate_parts(
     value: Any, axes_of: Callable[[tuple[int, ...]], Any], path: str, problems: list[Problem]
 ) -> list[Any]:
-    """Return the annotation of each array in a value that has names for all of it together.
+    """Return the annotation of each array in a value, given one set of names for the whole value.
 
-    A value without arrays, such as a masked parameter, has no annotations. Among several arrays, as
-    in a quantized weight, the names are those of the largest one. Another array with as many dims
-    has one element per block, as a scale has, and a scalar has no axes. For any other array there
-    is a problem at `path`, because its dims have no names.
+    A value without arrays, such as a masked parameter, has no annotations. Of several arrays, as in
+    a quantized weight, the names belong to the largest one. Another array with as many dims has one
+    element per block, as a scale has. A scalar has no axes. Any other array is a problem at `path`,
+    because its dims have no names.
 
     Args:
       value: An array, or a tree of arrays.
@@ -182,8 +182,7 @@ def annotate_parts(
             )
             fix = "give each array names of its own, or annotate the arrays by their paths"
             problems.append(Problem(error=RankMismatchError, what=what, path=path, fix=fix))
-            # The caller raises the problem. Until then, each array has some annotation to pair
-            # with.
+            # The caller raises the problem. Until then, each array needs some annotation.
             found.append((EMPTY,) * len(shape))
     return found
 
@@ -223,7 +222,7 @@ def low_rank(
       spec: The weight. Its dims are leading dims, then inputs, then outputs.
       rank: Size of the dim between `a` and `b`.
       inputs: Number of input dims: 1 for (EMBED, HEAD, HEAD_DIM), 2 for (HEAD, HEAD_DIM, EMBED).
-      leading: Number of leading dims that both have, such as LAYERS or EXPERT.
+      leading: Number of leading dims that `a` and `b` both have, such as LAYERS or EXPERT.
       dtype: Dtype of both. Defaults to the weight's.
       path: Path of the weight. Required if a `[[tensors]]` entry may match it.
 
@@ -279,7 +278,7 @@ def low_rank(
         return ArraySpec(shape, pair_dtype, axes, init)
 
     # Hu et al. 2021, section 4.1: one matrix is Gaussian and the other is zero. Leading dims stack
-    # several weights, so they do not count as inputs.
+    # several weights, and do not count as inputs.
     normal = jax.nn.initializers.variance_scaling(
         1.0, "fan_in", "normal", in_axis=ins, out_axis=-1, batch_axis=lead
     )

@@ -84,13 +84,13 @@ def stack_specs(specs: Any, layers: int, *, axis: str = LAYERS, repeats: int = 1
 
     With `repeats` above 1, the leading dims are `[repeats, layers / repeats]`, and LAYERS is the
     second of them: a stage of a circular pipeline holds a chunk of each repeat. The layers are in
-    order, and have the initial values that they have without `repeats`.
+    order, and have the same initial values as without `repeats`.
 
     Args:
       specs: Tree of `ArraySpec`s of one layer.
       layers: Number of layers.
-      axis: Axis of the new dim. `EMPTY` stacks what is already a stack of layers, such as the
-        adapters of several users; this dim is not sharded.
+      axis: Axis of the new dim. With `EMPTY`, stacks of layers can be stacked again, such as the
+        adapters of several users. This dim is not sharded.
       repeats: As in `[pipeline]` of the strategy.
 
     Raises:

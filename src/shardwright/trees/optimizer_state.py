@@ -75,7 +75,7 @@ def _history(place: _Place) -> DimsOfParam | None:
 
 
 def _one_dim(place: _Place) -> DimsOfParam | None:
-    """Dims of one entry in a list with one accumulator per dim of the parameter."""
+    """Dims of an accumulator, for a state with one accumulator per dim of the parameter."""
     if len(place.below) != 1 or not isinstance(place.below[0], jax.tree_util.SequenceKey):
         return None
     dim = place.below[0].idx
@@ -215,10 +215,10 @@ def annotate_state(
 ) -> Any:
     """Annotate an optimizer's state: each array like the parameter that it follows.
 
-    An array follows a parameter in this case: a part of the state has the structure of the
-    parameters, and in this part the array has the path and the shape of the parameter. Masks may
-    leave out parameters and whole subtrees. For the states that optax factors, stacks or lists, the
-    type of the state decides which dims the array has. Scalars need no annotation.
+    An array follows a parameter if a part of the state has the structure of the parameters, and in
+    this part the array has the path and the shape of the parameter. Masks may leave out parameters
+    and whole subtrees. For the states that optax factors, stacks or lists, the type of the state
+    decides which dims the array has. Scalars need no annotation.
 
     Args:
       state: The state, or `jax.eval_shape(tx.init, params)`.
@@ -313,7 +313,7 @@ class _StateIndex:
         shapes = {tuple(path): tuple(np.shape(leaf)) for path, leaf in leaves}
         trees = [(params, by_path)]
         if type(params).__name__ == "LookaheadParams" and _is_optax(type(params)):
-            # The inner optimizer sees the fast parameters alone, so its state has their paths.
+            # The inner optimizer sees only the fast parameters, so its state has their paths.
             fast = {path[1:]: leaf for path, leaf in by_path.items() if path[0].name == "fast"}
             trees.append((params.fast, fast))
         return [
@@ -332,7 +332,8 @@ class _StateIndex:
         projected = self._projected(path, shape, owner)
         if projected is not None:
             return projected
-        # The innermost node of a known type decides, since a wrapper holds the state that it wraps.
+        # The innermost node of a known type decides, because a wrapper contains the state that it
+        # wraps.
         for at in range(len(path) - 1, -1, -1):
             kind = self.kinds.get(path[:at])
             if kind is None:
@@ -352,8 +353,8 @@ class _StateIndex:
 
     def _owner(self, path: Path) -> Leaf | None:
         """Return the parameter at an array's path in a copy of the parameters, or None."""
-        # The longest end of the path comes first: the path of a parameter `w` also ends that of
-        # `a/w`.
+        # Try the longest end of the path first: the path of parameter `w` is also an end of the
+        # path `a/w`.
         return next(
             (
                 self.params[path[at:]]
@@ -419,7 +420,7 @@ def _copies_of(known: set[Path], params: Any, state: Any) -> Callable[[Path], bo
 
     A mask has an empty tuple in place of a parameter, or of a whole subtree, without state.
     """
-    # The parameters themselves may contain empty tuples, so these are places too.
+    # The parameters themselves may contain empty tuples, so empty tuples count as entries too.
     places = {path for path, _ in _entries(params)}
     inner = {place[:end] for place in known for end in range(len(place))}
     entries = [

@@ -123,7 +123,7 @@ def structure_differences(structure: Any, value: Any) -> list[tuple[Any, str, st
     """Return where a value lacks the nodes of a structure. A leaf stands for any subtree.
 
     Returns:
-      For each place its key path, what the structure has there, and what the value has there.
+      Each entry has the key path, the node of the structure and the node of the value.
     """
     try:
         structure.flatten_up_to(value)

@@ -70,7 +70,7 @@ class ArraySpec(SizedAnnotation):
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", as_shape(self.shape))
         try:
-            # JAX decides what is a dtype. `jnp.dtype` would refuse those of PRNG keys.
+            # JAX decides what is a dtype. `jnp.dtype` would refuse the dtypes of PRNG keys.
             jax.ShapeDtypeStruct(self.shape, self.dtype)
         except TypeError as error:
             fix = "write one such as jnp.float32"
@@ -349,7 +349,7 @@ def stacked(annotation: Any, layers: int | None = None, *, axis: str = LAYERS) -
         init = None if single.init is None else _StackedInit(single.init)
         axes = single.axes
         if is_layout(axes) and axis == EMPTY:
-            # A layout cannot say that the first dim has no axis. A part of the array can.
+            # A layout cannot state that the first dim has no axis. A `PartOf` can.
             axes = PartOf(annotation=axes, shape=single.shape, dims=(*range(single.ndim),))
         axes = stacked(axes, layers if isinstance(axes, PartOf) else None, axis=axis)
         return ArraySpec((_count(layers), *single.shape), single.dtype, axes, init)

@@ -62,7 +62,7 @@ def read_integer(
 def integer_faults(
     name: str, value: Any, *, least: int, most: int | None, fix: str
 ) -> list[tuple[str, str]]:
-    """Return what is wrong with the integer `name`, and its fix; nothing if nothing is wrong."""
+    """Return the fault of the integer `name` and its fix, or nothing if it is valid."""
     integer = as_integer(value)
     if integer is not None and least <= integer and (most is None or integer <= most):
         return []
@@ -78,7 +78,7 @@ def quoted(value: Any) -> str:
     """Return a value as a message quotes it, in at most 80 characters."""
     text = repr(value)
     shown = textwrap.shorten(text, 80)
-    # `shorten` cuts between words, and leaves nothing of a text whose first word is longer.
+    # `shorten` cuts between words. If the first word is too long, nothing would remain.
     return f"{text[:75]}[...]" if shown == "[...]" else shown
 
 

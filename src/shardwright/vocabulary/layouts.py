@@ -119,7 +119,8 @@ class DynamicShardingAxes(_Fields):
             cls.named = True
             # The body of the class has put its own value in place of the descriptor.
             cls.axes = _Axes()
-            # Inherited semantic axes belong to the axes of the base class, and would not fit these.
+            # Inherited semantic axes belong to the axes of the base class, and would not fit these
+            # axes.
             if "semantic_axes" not in cls.__dict__:
                 cls.semantic_axes = ()
         if "mode" in cls.__dict__:
@@ -233,7 +234,7 @@ class ColumnWiseBias(DynamicShardingAxes, role=Role.PARAM):
 class RowWiseBias(DynamicShardingAxes, role=Role.PARAM):
     """Bias `[out]` of a `RowWise` weight."""
 
-    # The outputs of a row-wise weight are summed over tp and then whole, and so is their bias.
+    # The outputs of a row-wise weight are summed over tp and are then whole, and so is the bias.
     axes = (EMPTY,)
 
 

@@ -43,8 +43,8 @@ from shardwright.vocabulary.layouts import DynamicShardingAxes, StackedLayout, i
 from shardwright.vocabulary.merged_dims import MergedDim
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_TRAIN
 
-# A flat dim over both of a pair is row-major. A number of shards that does not divide the number of
-# heads would split a head.
+# A flat dim over both axes of a pair is row-major. A number of shards that does not divide the
+# number of heads would split a head.
 _HEAD_DIM_OF = {HEAD: HEAD_DIM, KV_HEAD: KV_HEAD_DIM}
 _HEAD_DIMS = frozenset(_HEAD_DIM_OF.values())
 
@@ -136,7 +136,7 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
         different = len(KNOWN_AXES.intersection(annotation)) == len(annotation)
         if different and (shape is None or len(shape) == len(dims)):
             return lowered
-    # First, because several annotations that were passed as one have a wrong rank too, and the
+    # Check this first: several annotations that were passed as one also have a wrong rank, and the
     # message about the rank would not name the mistake.
     _check_composites(lowered.dims)
     if shape is not None:
@@ -152,7 +152,7 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
 @functools.lru_cache(maxsize=4096)
 def _lower_dim(entry: Any, semantic_axis: str) -> Dim:
     if isinstance(entry, MergedDim):
-        # The first member is major: sharded over it, a shard has whole blocks of the others.
+        # The first member is major: if it is sharded, each shard has whole blocks of the others.
         return Dim(axes=(entry.members[0][0],), merged=entry.members)
     names = entry if isinstance(entry, tuple) else (entry,)
     if entry == EMPTY:
@@ -178,10 +178,10 @@ def _lower_layout(annotation: Any, rank: int | None) -> Lowered:
     # rank.
     if layout.any_rank:
         return Lowered(dims=(Dim(axes=()),) * (rank or 0), mode=mode, role=layout.role)
-    # EMPTY in place of a semantic axis means that the dim stands for none.
+    # EMPTY in place of a semantic axis means that the dim has no semantic axis.
     semantic_axes = layout.semantic_axes or (EMPTY,) * len(dims)
     lowered = tuple(_lower_dim(dim, axis) for dim, axis in zip(dims, semantic_axes, strict=True))
-    # A weight layout also fits a stack of such weights, which `jax.lax.scan` over layers needs.
+    # A weight layout also fits a stack of such weights, as `jax.lax.scan` over layers needs.
     if is_stacked or (layout.role is Role.PARAM and rank == len(dims) + 1):
         lowered = (Dim(axes=(LAYERS,)), *lowered)
     return Lowered(dims=lowered, mode=mode, role=layout.role)
@@ -216,7 +216,7 @@ def spec_entries(spec: PartitionSpec) -> list[Any]:
 
 def _literal(entry: Any) -> tuple[str, ...]:
     if entry is PartitionSpec.UNCONSTRAINED:
-        # No mesh axis has this name: it is a word of the grammar of rules.
+        # No mesh axis has this name, because it has a meaning in rules.
         return (UNCONSTRAINED,)
     if entry is None:
         return ()
@@ -325,7 +325,7 @@ def _check_composites(dims: tuple[Dim, ...]) -> None:
 def _check_repeats(dims: tuple[Dim, ...]) -> None:
     seen: dict[str, int] = {}
     for position, dim in enumerate(dims):
-        # The `axes` of a merged dim have its first member only.
+        # The `axes` of a merged dim have only its first member.
         for axis in (axis for axis, _ in dim.merged) if dim.merged else dim.axes:
             if axis in seen:
                 # Both dims would have one rule, so the second would claim mesh axes that the first

@@ -1,4 +1,4 @@
-"""The one reader of what callers pass: a field says what it may be where it is defined.
+"""The one reader of arguments: the definition of a field says which values it takes.
 
     scale: Annotated[float, number("positive", fix="write scale=1.0")] = 1.0
 
@@ -32,7 +32,7 @@ _WORDS: Final = {bool: "True or False", Callable: "a function", type(None): "Non
 
 
 class FieldKind(NamedTuple):
-    """What a value may be. `read` returns the value as the program reads it, and its faults."""
+    """What a value may be. `read` returns the value that the program uses, and its faults."""
 
     read: Callable[[str, Any], tuple[Any, Faults]]
 
@@ -141,14 +141,14 @@ def _read_rate(name: str, value: Any) -> tuple[Any, Faults]:
     return value, [(what, f"write 0.1, or 0{compiled}")]
 
 
-# A probability of dropping: below 1, since what stays is divided by `1 - rate`.
+# A probability of dropping: below 1, because the kept values are divided by `1 - rate`.
 RATE: Final = FieldKind(_read_rate)
 
 
 def array(*shapes: tuple[int, ...], dtype: Any, layout: str = "", cast: str = "") -> FieldKind:
     """Return the kind of arrays of one of the shapes, and of a dtype or of a class of dtypes.
 
-    `layout` is the fix of a wrong shape, `cast` that of a wrong dtype.
+    `layout` is the fix of a wrong shape, `cast` the fix of a wrong dtype.
     """
     name_of = _CLASSES.get(dtype) or str(dtype)
     known = " or ".join(map(str, shapes))
@@ -169,14 +169,14 @@ def array(*shapes: tuple[int, ...], dtype: Any, layout: str = "", cast: str = ""
 
 
 def read_value(name: str, value: Any, kind: FieldKind, *, error: type[ShardingError]) -> Any:
-    """Return one argument as the program reads it, or raise what is wrong with it."""
+    """Return one argument as the program uses it, or raise its faults."""
     return read_all([(name, value, kind)], error=error)[0]
 
 
 def read_all(
     given: Iterable[tuple[str, Any, FieldKind]], *, error: type[ShardingError]
 ) -> list[Any]:
-    """Return named values as the program reads them. Raise all that is wrong with them at once."""
+    """Return named values as the program uses them. Raise all faults at once."""
     values, broken = [], []
     for name, value, kind in given:
         read, faults = kind.read(name, value)
@@ -208,8 +208,8 @@ def read_fields(config: Any, *, error: type[ShardingError]) -> None:
 
 @functools.cache
 def _kinds(cls: Any) -> list[tuple[str, FieldKind, Any]]:
-    # At the first construction and not at import: annotations may name what is defined later.
-    # A subclass of a caller may add fields of any kind, which the caller checks.
+    # Read the annotations at the first construction and not at import: they may name classes that
+    # are defined later. A subclass of a caller may add fields of any kind, which the caller checks.
     *_, cls = (base for base in cls.__mro__ if "__post_init__" in vars(base))
     hints = typing.get_type_hints(cls, include_extras=True)
     kinds = [(each.name, _kind(hints[each.name]), each.default) for each in dataclasses.fields(cls)]

@@ -2,7 +2,7 @@
 
 The room `show` is above all rooms that have values. It registers a function per class here.
 `shardwright/__init__` names the file of each class, which is imported when the first value is
-shown: tables and pages would slow down `import shardwright`.
+shown, because tables and pages would slow down `import shardwright`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def shown_by(files: Mapping[str, str]) -> None:
 class ShownForm(Generic[Shown]):
     """A way to show values: functions by class, which the files of `shardwright/show` register.
 
-    `functools.singledispatch` would remember that a class has no function, if one thread shows a
-    value while another one imports the file that registers it.
+    `functools.singledispatch` would cache that a class has no function, if one thread shows a value
+    while another thread imports the file that registers the class.
     """
 
     def __init__(self) -> None:
@@ -59,9 +59,9 @@ data_of: Final = ShownForm[dict[str, Any]]()
 
 def function_for(form: ShownForm[Shown], value: Any) -> Callable[..., Shown] | None:
     """Return the function of a form for the class of a value, or for a base of it; None if none."""
-    # A base too, because a class of another room may derive from one that is shown.
+    # Also look at bases, because a class of another room may derive from a class that is shown.
     for base in type(value).__mro__:
-        # Imported in every call: another thread may be in the middle of the import, and waits here.
+        # Import in every call: if another thread is in the middle of the import, wait here.
         if base.__name__ in _FILES:
             # The import registers the functions of the class with `form`.
             importlib.import_module(_FILES[base.__name__])

@@ -49,7 +49,7 @@ def not_in_cudnn(call: AttentionCall, before: tuple[str, ...] = ()) -> tuple[str
     if reasons:
         return reasons
     if context.TARGET.value is not None:
-        # And plans would differ between machines.
+        # A plan must not depend on whether this machine has cuDNN.
         return (IN_A_PLAN,)
     # This starts a backend and compiles.
     failure = failure_on(jax.local_devices()[0].device_kind)
@@ -119,7 +119,7 @@ def _limits(call: AttentionCall) -> tuple[str, ...]:
 def _try_cudnn() -> str:
     if jax.default_backend() != "gpu":
         return f"this process has no GPU; its backend is {jax.default_backend()}"
-    # With a gradient: its kernel is another one, and may fail alone.
+    # Compute a gradient too: cuDNN has another kernel for it, which may fail alone.
     row = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
 
     def loss(q: Any, k: Any, v: Any) -> Any:

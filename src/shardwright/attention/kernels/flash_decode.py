@@ -122,7 +122,7 @@ class Combination:
         return self._swapped(partial, v_dim, sinks, dtype)
 
     def _fits_one_gather(self, partial: jax.Array, v_dim: int, dtype: str) -> bool:
-        """Tell whether one gather of partial results sends only a few more bytes than two do."""
+        """Tell whether one gather of partial results sends few more bytes than two collectives."""
         if self.head_axes:
             return False
         output = partial.size // partial.shape[-1] * v_dim * jnp.dtype(dtype).itemsize
@@ -149,7 +149,7 @@ class Combination:
         return self._gathered(o, lse, dtype)
 
     def _pieces(self, partial: jax.Array, *, dim: int) -> jax.Array:
-        """Return all shards' partial results of this shard's part of a dim, stacked first."""
+        """Return the partial results of all shards for this shard's part of a dim, along dim 0."""
         before, size, after = partial.shape[:dim], partial.shape[dim], partial.shape[dim + 1 :]
         by_rank = jnp.moveaxis(
             partial.reshape(*before, self.shards, size // self.shards, *after), dim, 0
@@ -198,10 +198,10 @@ def combination(specs: JointSpecs, call: AttentionCall) -> Combination:
 
 
 def return_sequences(state: Running, axes: tuple[str, ...], count: int) -> Running:
-    """Return the state of a shard's own sequences, after all keys of the shards over mesh axes.
+    """Return the state of a shard's own sequences, after the keys of all shards over mesh axes.
 
     Args:
-      state: The state of the sequences of all these shards, after the keys of this one.
+      state: The state of the sequences of all these shards, after the keys of this shard.
       axes: The mesh axes.
       count: Number of shards over them.
     """

@@ -199,8 +199,8 @@ def _backward_pass(ring: _Ring, residuals: Any, cotangents: Any) -> dict[str, An
     grads, kv = _scan_steps(ring, attend_and_send, (start, sequence.pack(operands.k, operands.v)))
     grads = add(grads, kv, ring.steps[-1])
     dk, dv = sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
-    # Gradients travel in float32 while they grow. The last hop sends complete ones in their own
-    # dtype, for bfloat16 half of the bytes.
+    # Gradients travel in float32 while they grow. The last hop sends complete gradients in their
+    # own dtype: half of the bytes for bfloat16.
     complete = sequence.pack(dk.astype(operands.k.dtype), dv.astype(operands.v.dtype))
     returned = ring.send(complete, -ring.steps[-1])
     dk, dv = sequence.unpack(returned, head_dim=operands.q.shape[-1])

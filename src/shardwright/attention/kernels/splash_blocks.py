@@ -284,8 +284,8 @@ def _kinds(plan: Plan, rows: Rows) -> jax.Array:
     kv_low = _low_and_high(
         jnp.where(rows.kv_positions < 0, _HIGHEST, rows.kv_positions), plan.kv_block, -2
     )[0]
-    # Keys that are absent have negative positions. They are left out of `kv_low`, to find empty
-    # blocks, and are in `any_low`, because a block that has some is not full.
+    # Keys that are absent have negative positions. `kv_low` leaves them out, to find empty blocks.
+    # `any_low` includes them, because a block with absent keys is not full.
     any_low, kv_high = _low_and_high(rows.kv_positions, plan.kv_block, -2)
     empty = block_is_empty(plan.rules, q, (kv_low, kv_high))
     full = block_is_full(plan.rules, q, (any_low, kv_high))

@@ -260,7 +260,7 @@ def _kernel(
     q = _load(ref["q"], jnp.arange(queries) < queries, head_dim)
     q_positions = ref["q_positions"][...]
     first, end = ref["blocks"][0], ref["blocks"][1]
-    # Each program takes an equal part of what the sequence has, not of the capacity.
+    # Each program takes an equal part of the keys of the sequence, not of the capacity.
     count = (end - first + splits - 1) // splits
     start = first + pl.program_id(2) * count
 

@@ -61,7 +61,7 @@ def may_be_empty(operands: Operands, recipe: Arithmetic) -> bool:
 
 
 def is_empty(block: Operands, recipe: Arithmetic) -> jax.Array:
-    """Tell whether no pair of a block attends. False may be wrong; see `masks.block_is_empty`."""
+    """Return whether a mask hides a whole block. False may be wrong; see `masks.block_is_empty`."""
     q, kv = block.q_positions, block.kv_positions
     # A row without a key has the position -1. It must not lower the smallest position, or no block
     # of a partly filled ring would be skipped.

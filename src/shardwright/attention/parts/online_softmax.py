@@ -234,7 +234,7 @@ def scores_of(q: jax.Array, k: jax.Array) -> jax.Array:
     """
     batch, q_length, heads, dim = q.shape
     kv_length, kv_heads = k.shape[1:3]
-    # The query heads of a group are a dim of the product. If keys were repeated instead, a decode
+    # The query heads of a group are a dim of the matmul. If keys were repeated instead, a decode
     # step compiled for a TPU would read 4.8 times the bytes (32 heads, 8 kv heads).
     grouped = q.reshape(batch, q_length, kv_heads, heads // kv_heads, dim)
     return _einsum("btkgd,bskd->bkgts", grouped, k).reshape(batch, heads, q_length, kv_length)

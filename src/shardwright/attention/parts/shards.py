@@ -160,7 +160,7 @@ def run_on_shards(
 
 
 def run_opaque(kernel: Kernel, operands: Operands, call: AttentionCall) -> Result:
-    """Do the same with a kernel that JAX cannot look into, such as a Pallas kernel.
+    """Run a kernel as `run_on_shards` does, if JAX cannot look into it, as into a Pallas kernel.
 
     Derivatives of gradients are refused.
 
@@ -318,7 +318,7 @@ def head_specs(call: AttentionCall) -> tuple[Any, Any]:
 
 # Reasons to refuse a call.
 
-# Where a kernel is named and has no other reason, `choose` takes the one that a plan counts.
+# If a named kernel has no other reason to refuse, `choose` takes the kernel that a plan counts.
 IN_A_PLAN: Final = "a plan cannot see into it, and counts another implementation"
 
 

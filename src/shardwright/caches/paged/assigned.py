@@ -96,7 +96,7 @@ class AssignedPages(KVCache):
         pages = jnp.where(positions < 0, count, pages)
         return jnp.where(accepted, after, length), refused, positions, pages
 
-    # Whoever assigns the pages does the rest.
+    # The caller, who assigns the pages, does the rest.
 
     def _insert(self, source: KVCache, slots: jax.Array) -> Change[Self]:
         _raise_assigned("insert")

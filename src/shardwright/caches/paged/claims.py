@@ -19,8 +19,8 @@ class PageClaim:
     """The pages that slots get for their next tokens.
 
     Attributes:
-      served: `[batch]` bool, which of the slots that asked get what they need; the others get
-        nothing.
+      served: `[batch]` bool, which of the slots that asked get all their pages; the others get
+        none.
       pages: `[batch, most]` int32, the new pages of each slot in the order of its tokens, then "no
         page".
       columns: `[batch, most]` int32, the table column of each new page.
@@ -89,15 +89,15 @@ def claim_pages(
 
     def refuse(asking: jax.Array) -> jax.Array:
         # All slots before the first slot that lacks pages are served. Refuse that slot, and each
-        # later slot that needs more pages than are left for that slot. Fewer are left for later
-        # slots, and a refusal never lowers what another slot needs. (A slot needs one page more if
-        # an earlier slot no longer copies the page that both share.)
+        # later slot that needs more pages than are left for that slot. Later slots have fewer pages
+        # left, and a refusal never lowers the number that another slot needs. (A slot needs one
+        # page more if an earlier slot no longer copies the page that both share.)
         need = needs(asking)[0]
         left = free - (jnp.cumsum(need) - need)
         at = jnp.argmax(need > left)
         return asking & ~((numbers >= at) & (need > left[at]))
 
-    # Every turn refuses at least one slot, so there are at most `batch` turns; none if pages
+    # Every iteration refuses at least one slot, so there are at most `batch`; none if pages
     # suffice.
     served = jax.lax.while_loop(lacks, refuse, counts > 0)
     need, first, copies = needs(served)

@@ -1,7 +1,7 @@
 """Copy pages before a write to a shared page, and read the pages of sequences as rows.
 
-The number of pages, which is not a page number, means "no page". Negative numbers do not mean it,
-because JAX wraps them.
+In place of a page number, the number of pages means "no page". A negative number would not do,
+because JAX wraps it.
 """
 
 from __future__ import annotations

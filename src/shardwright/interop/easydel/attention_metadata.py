@@ -133,7 +133,7 @@ class AttentionMetadata:
             ("backend", platform_of(None), None),
         ):
             self.set_attrs_carefully(name, default, pickup_name)
-        # After the loop, because its default is another attribute.
+        # Set it after the loop, because its default is another attribute.
         self.set_attrs_carefully("platform", self.backend)
         for name in ("runtime_dtype", "runtime_softmax_dtype"):
             object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
@@ -326,7 +326,7 @@ class AttentionMetadata:
         mode = manager.mode if options.mode is None else options.mode
         defaults = {
             "scale": self.softmax_scale,
-            # Outside of training no default applies: a call that gives dropout itself has it.
+            # Outside of training, dropout has no default: only a call that passes it has dropout.
             "dropout": self.dropout_prob
             if mode is not None and parse_mode(mode) == MODE_TRAIN
             else None,
@@ -350,7 +350,7 @@ class AttentionMetadata:
 
         With another mesh or `partition_axis`, the copy has another manager.
         """
-        # Else the copy would keep a manager of the old mesh and rules.
+        # Otherwise the copy would keep a manager of the old mesh and rules.
         if {"mesh", "partition_axis"} & set(changes):
             changes.setdefault("partition_manager", NOT_GIVEN)
         return dataclasses.replace(self, **changes)
@@ -504,7 +504,7 @@ def create_stable_sharding(
         spec = PartitionSpec(*preserved)
     if tensor is None:
         return spec
-    # EasyDeL drops what does not fit without an error.
+    # EasyDeL drops entries that do not fit without an error.
     permissive = build_rules({}, policy=POLICY_PRESETS["eformer"])
     return resolver.resolve(
         spec, permissive, manager.mesh, mode=MODE_TRAIN, shape=tensor.shape
@@ -515,5 +515,5 @@ def get_mode(q: Any, BTHD: bool = True, *, mode: str | None = None) -> str:  # n
     """Return `mode` if it is given. Otherwise return decode for a single query, else train."""
     if mode is not None:
         return parse_mode(mode)
-    # As EasyDeL tells them apart: a decode step has one query.
+    # EasyDeL distinguishes them in this way: a decode step has one query.
     return MODE_DECODE if q.shape[1 if BTHD else 2] == 1 else MODE_TRAIN

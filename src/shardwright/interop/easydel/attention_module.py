@@ -144,7 +144,7 @@ def _append(
     variables["cache_refused"].value = change.refused
     filled = jnp.arange(capacity, dtype=jnp.int32)[None] < change.cache.length[:, None]
     filled = ambient_sharding(mode).place(filled & written[:, None], (BATCH, KV_LENGTH))
-    # The new rows are visible to all queries of this call: the caller's mask has causality.
+    # The new rows are visible to all queries of this call, because the caller's mask is causal.
     visible = jnp.broadcast_to(filled[:, None, None], (cache.batch, 1, q_length, capacity))
     k, v = _plain(view.k, view.k_scale, key.dtype), _plain(view.v, view.v_scale, value.dtype)
     return k, v, visible if mask is None else visible & mask
@@ -153,7 +153,7 @@ def _append(
 def _cache_of(variables: dict[str, Any], key: Any, mode: str | None) -> Any:
     k, v, index = (variables[name].value for name in ("cached_key", "cached_value", "cache_index"))
     batch, capacity, heads, dim = k.shape
-    # Of a quantized cache the dtype that its rows are read as.
+    # For a quantized cache, the dtype in which its rows are read.
     dtype = str(key.dtype if "cached_key_scale" in variables else k.dtype)
     spec = CacheSpec(
         batch=batch,
@@ -164,7 +164,7 @@ def _cache_of(variables: dict[str, Any], key: Any, mode: str | None) -> Any:
         dtype=dtype,
         mode=mode,
     )
-    # EasyDeL has one index for all sequences, and our caches a length for each.
+    # EasyDeL has one index for all sequences, and our caches have one length per sequence.
     length = ambient_sharding(mode).place(jnp.full((batch,), index, jnp.int32), (BATCH,))
     if "cached_key_scale" not in variables:
         return DenseCache(spec=spec, length=length, start=None, k=k, v=v)
@@ -233,7 +233,7 @@ def _manager(config: Any) -> Iterator[str | None]:
         return
     manager = context.current()
     if manager is not None:
-        # A cache exists to generate, whatever mode the program around it has.
+        # A cache exists for generation, whatever the mode of the program is.
         yield manager.mode if manager.mode in GENERATION_MODES else MODE_DECODE
         return
     axes = getattr(config, "partition_axis", None)

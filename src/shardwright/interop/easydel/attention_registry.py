@@ -215,7 +215,7 @@ class AttentionRegistry:
                     f"the name {name!r} belongs to {other.__qualname__}",
                     fix="give the implementation another name",
                 )
-        # First: it refuses names of the library, and then nothing is changed here.
+        # Call this first: if it refuses a name of the library, nothing is changed here.
         core.register(implementation.value())
         # A new dict, so that a thread that reads the old one is not disturbed.
         cls._known = {**cls._known, **dict.fromkeys(names, implementation)}
@@ -228,7 +228,7 @@ class AttentionRegistry:
         Raises:
           AttentionError: (a ValueError) The name is unknown; the message suggests another.
         """
-        # Also names of implementations that were registered without a class.
+        # This includes implementations that were registered without a class.
         return cls._known.get(name) or _class_of(core.find(name))
 
     @classmethod

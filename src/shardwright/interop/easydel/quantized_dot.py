@@ -11,9 +11,9 @@ sum. The sum runs on the hardware's int8 unit and is exact, sharded or not, up t
 longer sums are added as floats.
 
 Training is straight-through (Bengio et al., arXiv:1308.3432): the derivative of rounding is the
-identity. The backward dots run on integers too. The gradient of x is dot(g * y.scale, y.value),
-where g * y.scale is quantized over the dims that this dot contracts. So the forward pass keeps
-8-bit operands, and nothing is quantized twice. Gradients are rounded to nearest too, not
+identity. The backward dots use integers too. The gradient of x is dot(g * y.scale, y.value), where
+g * y.scale is quantized over the contracted dims of this dot. So the forward pass keeps 8-bit
+operands, and no operand is quantized twice. Gradients are rounded to nearest too, not
 stochastically: the same step gives the same bits.
 
 If a contracted dim is sharded, there is one all-reduce of int32 sums (as many bytes as float32),
@@ -211,7 +211,7 @@ def _checked(rhs: Quantized, contract: Sequence[int]) -> Quantized:
     """Return a quantized operand, with its integers as int8."""
     value, scale = jnp.asarray(rhs.value), jnp.asarray(rhs.scale)
     is_signed = jnp.issubdtype(value.dtype, jnp.signedinteger)
-    # Along a dim there is one scale, or one per element. A contracted dim has one, so that the
+    # A dim has one scale, or one per element. A contracted dim has a single scale, so that the
     # scales factor out of the sum.
     fits = scale.ndim == value.ndim and all(
         scales in ((1,) if dim in contract else (1, size))
@@ -300,7 +300,7 @@ def _like_result(scale: Any, side: int, dims: _DotDims) -> Any:
     order = (*dims.batch[side], *dims.free(side), *dims.contract[side])
     kept = len(order) - len(dims.contract[side])
     moved = jax.lax.squeeze(jax.lax.transpose(scale, order), tuple(range(kept, len(order))))
-    # The scale gets dims of size 1 where the result has free dims of the other operand.
+    # The scale gets dims of size 1 for the free dims of the other operand in the result.
     others = len(dims.free(1 - side))
     at = len(dims.batch[side]) if side else kept
     return jax.lax.expand_dims(moved, tuple(range(at, at + others)))
@@ -328,8 +328,8 @@ def _gradient(g: Any, other: Quantized, side: int, call: _DotCall) -> Any:
         ranks=(g.ndim, dims.ranks[1 - side]),
     )
     quantized = quantize(scaled, shared=back.contract[0], bits=call.bits)
-    # In this dot, the free dims of the other operand are the dims that the forward dot contracted.
-    # They have the order that they have in the other operand.
+    # In this dot, the free dims of the other operand are the contracted dims of the forward dot, in
+    # the order of the other operand.
     contracted = dims.contract[1 - side]
     meets = [dims.contract[side][contracted.index(dim)] for dim in sorted(contracted)]
     order = (*dims.batch[side], *dims.free(side), *meets)

@@ -63,10 +63,10 @@ INSTEAD = {
 }
 
 
-# Cached, so that a name is the same class each time.
+# Cache the classes, so that a name is the same class each time.
 @functools.cache
 def __getattr__(name: str) -> Any:
-    """Return a class that stands for a name of eformer, so that a file that imports it imports.
+    """Return a class that stands for a name of eformer, so that importing the name succeeds.
 
     A call of the class, or a subclass of it, raises `NotProvidedError`.
 

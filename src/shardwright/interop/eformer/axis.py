@@ -125,7 +125,7 @@ class PartitionAxis(Attributes):
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without the cache: it holds managers, and their meshes hold devices.
+        # Leave out the cache: it holds managers, and their meshes hold devices.
         return PartitionAxis, tuple(getattr(self, name) for name in ATTRIBUTES)
 
     def _clean(self, value: Any) -> Any:
@@ -329,7 +329,7 @@ def written(annotation: Sequence[Any], rules: AxisRules, mode: str) -> list[Any]
 
     The rules must be strict, because a lenient policy depends on sizes.
     """
-    # Any size above 1 would do: the resolver leaves mesh axes of size 1 out.
+    # Use any size above 1, because the resolver leaves out mesh axes of size 1.
     sizes = dict.fromkeys([*rules.named_mesh_axes(), *STANDARD_MESH_AXES], 2)
     mode = parse_mode(mode)
     return [
@@ -357,7 +357,8 @@ def without_repeats(entries: Sequence[Any]) -> list[Any]:
     for entry in entries:
         names = tuple(name for name in entry_names(entry) if name not in used)
         used.update(names)
-        # An entry that keeps all names stays as written: a name stays different from a tuple of it.
+        # An entry that keeps all names stays as written, because a name differs from a tuple of
+        # that name.
         remaining.append(entry if names == entry_names(entry) else names or None)
     return remaining
 
@@ -425,7 +426,7 @@ def _follow(
                 fix="let one of the aliases name a mesh axis",
             )
         entry = registered[name]
-        # A rule of its own for generation wins over the `decode_*` value that an alias would have.
+        # An alias with its own rule for generation uses this rule instead of the `decode_*` value.
         own = generation and not isinstance(entry.generation_axis_rule, EMPTY_VAL)
         return _follow(
             axis,

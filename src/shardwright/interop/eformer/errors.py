@@ -10,7 +10,7 @@ class NoMeshError(MeshSpecError, AssertionError):
 
 
 class NotRegisteredError(UnknownAxisError, KeyError):
-    """An axis that is not registered cannot be unregistered."""
+    """The axis to unregister is not registered."""
 
     __str__ = ValueError.__str__  # KeyError shows the text in quotes
 

@@ -39,7 +39,7 @@ def get_incontext_mesh(raise_error: bool = True) -> Mesh | AbstractMesh:
     mesh = current_mesh()
     if mesh is None and raise_error:
         raise no_mesh()
-    # JAX has an empty mesh, too, where none is set.
+    # Without a mesh, JAX has an empty mesh too.
     return mesh if mesh is not None else Mesh(np.empty((), dtype=object), ())
 
 
@@ -99,7 +99,7 @@ def create_mesh(
         dims = zip(names, dcn_mesh_dims, strict=True)
         # A part of 1 does not cross slices.
         dcn = {name: size for name, size in dims if size != 1}
-    # A mesh of Manual axes is one for `shard_map` alone. Its devices have the same order.
+    # A mesh of Manual axes is only for `shard_map`. Its devices have the same order.
     manual = [name for name, kind in types.items() if kind in ("manual", AxisType.Manual)]
     mesh = build.create_mesh(
         axis_dims if isinstance(axis_dims, str) else tuple(axis_dims),
@@ -198,5 +198,5 @@ def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
 
 def get_submesh_device_index(axis_names: str | Sequence[str]) -> Any:
     """Return the index of this device along mesh axes, major first. Call it inside `shard_map`."""
-    # Of a tuple JAX takes the first axis as the slowest, as eformer does.
+    # In a tuple, the first axis is the slowest for JAX, as for eformer.
     return jax.lax.axis_index(axis_names)

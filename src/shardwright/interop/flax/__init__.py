@@ -115,8 +115,8 @@ def arrays(tree: Any) -> Any:
     """Return a tree without boxes, and without a constraint on the arrays that were in them.
 
     In `rules`, `nn.unbox` constrains each value by the names of its box. In the state of an
-    optimizer, moments with other dims than their parameter have its box too, so that they do not
-    fit. Use this function in a function whose `out_shardings` place the state.
+    optimizer, moments with other dims than their parameter have the parameter's box too, and do not
+    fit it. Use this function in a function whose `out_shardings` place the state.
 
     Args:
       tree: What `model.init` returns, a `TrainState`, or any other tree.
@@ -141,7 +141,8 @@ def _names_of(box: Any, place: str, rank: int, problems: list[Problem]) -> tuple
         problems.append(Problem(error=StrategyError, what=what, path=place, fix=fix))
         return ()
     names = names_of_metadata(box.metadata) if is_nnx else tuple(box.names)
-    # `nn.scan` adds no name to a box of nnx, so fewer names may be those of other dims.
+    # `nn.scan` adds no name to a box of nnx, so with fewer names it is unknown which dims they
+    # name.
     if len(names) > rank or (is_nnx and names and len(names) < rank):
         what = f"the box has {len(names)} names {names} for {rank} dims"
         fix = (
@@ -192,7 +193,7 @@ def rules(
     """
     import flax.linen as nn
 
-    # This file can be imported without flax, and that one cannot.
+    # This file can be imported without flax, but that file cannot.
     from shardwright.interop.flax.dense_general import kernels_unflattened
 
     exported = to_logical_axis_rules(pm, names, sizes=sizes)

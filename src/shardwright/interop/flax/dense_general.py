@@ -2,8 +2,8 @@
 
 `nn.DenseGeneral` calls its initializer with a flattened shape of rank 2, and reshapes the result.
 flax applies the constraint of the names to the flattened array too. If there are more names than
-dims, JAX raises an error. Here the flattened array has no constraint, and the reshaped one has it.
-This file imports flax, so `bridge` imports it where it is used.
+dims, JAX raises an error. Here, only the reshaped array has the constraint. This file imports flax,
+so `bridge` imports it where it is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def kernels_unflattened() -> contextlib.AbstractContextManager[None]:
 
 
 def _intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Call a method, with other initializers if it is that of `nn.DenseGeneral`."""
+    """Call a method, with other initializers if the module is an `nn.DenseGeneral`."""
     module = context.module
     # Only `__call__` creates parameters.
     if not isinstance(module, nn.DenseGeneral) or context.method_name != "__call__":
@@ -31,7 +31,7 @@ def _intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     own = {name: getattr(module, name) for name in ("kernel_init", "bias_init")}
     try:
         for name, init in own.items():
-            # A bound module is frozen, so that flax's own `__setattr__` raises an error.
+            # A bound module is frozen: flax's `__setattr__` would raise an error.
             object.__setattr__(module, name, _Initializer(init))
         return call(*args, **kwargs)
     finally:
@@ -53,7 +53,7 @@ class _Initializer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Flattened(meta.AxisMetadata[Any]):
-    """A box around a flattened array, which becomes the original box around the reshaped one."""
+    """A box around a flattened array. It becomes the original box around the reshaped array."""
 
     box: Any
 

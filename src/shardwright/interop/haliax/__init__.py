@@ -1,7 +1,7 @@
 """Models of haliax, and configurations of levanter.
 
-What reads named axes, axis mappings or levanter's files belongs here. haliax is imported only where
-a model is read.
+Code that reads named axes, axis mappings or levanter's files belongs here. haliax is imported only
+where a model is read.
 """
 
 from shardwright.interop.haliax import levanter as levanter

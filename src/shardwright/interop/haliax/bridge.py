@@ -269,7 +269,8 @@ def to_strategy(
     pairs, targets, places = [], {}, []
     for role, table in tables.items():
         for name in every:
-            # The mapping of parameters comes second; its names must differ from those of the first.
+            # The mapping of parameters comes second. Its names must differ from those of the first
+            # mapping.
             entry = name if role is Role.ACTIVATION else f"{name} as param"
             # A name that one of the mappings lacks is replicated in that role.
             pairs.append((entry, table.get(name)))
@@ -295,7 +296,7 @@ def to_strategy(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _NamedLeaf:
-    """An array of a model, or the tree in a `NamedArray`; `names` is None if it has none."""
+    """An array of a model, or the tree in a `NamedArray`; `names` is None without names."""
 
     path: str
     value: Any
@@ -352,7 +353,7 @@ def _mapping(
     targets: dict[str, tuple[str, Role]] = {}
     for name, target in names.items():
         axis, own = (target, role) if isinstance(target, str) else target
-        # haliax replicates a name without an entry, which is what EMPTY asks for.
+        # haliax replicates a name without an entry, as EMPTY requires.
         if own == role and axis != EMPTY:
             targets[name] = (axis, role)
     rules = one_rule_each(pm, targets, sizes=sizes)

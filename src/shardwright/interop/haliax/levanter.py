@@ -19,7 +19,8 @@ from shardwright.interop.logical_rules import Imported, read_yaml_tree, resized
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.integers import as_integer
 
-# What a value must be, as text and as a function. None leaves a key of names out.
+# The type of each value, as text and as a function. For keys of names, None means that the key is
+# absent.
 _Kind = tuple[str, Callable[[Any], bool]]
 
 
@@ -46,7 +47,7 @@ _MESH_AXES: Final[_Kind] = (
     "a mesh axis, or a list of them",
     lambda value: bool(value) and _are_names([value] if isinstance(value, str) else value),
 )
-# The keys of `trainer` that concern sharding: their values by default, and what they may be.
+# The keys of `trainer` that concern sharding: their defaults, and their types.
 _DEFAULTS: Final[Mapping[str, tuple[Any, _Kind]]] = {
     "batch_axis": ("batch", _NAME),
     "fsdp_axis": ("embed", _NAME_OR_NAMES),
@@ -85,7 +86,7 @@ class _Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
-    """What a trainer says about sharding.
+    """The settings of a trainer that concern sharding.
 
     Attributes:
       compute: Name -> mesh axes, for activations.
@@ -93,7 +94,7 @@ class _Settings:
       mesh: Mesh axis -> size. One of them may be -1.
       dcn: Mesh axis -> number of slices that it crosses.
       source: Name of the configuration.
-      notes: What is not in the configuration, one line each.
+      notes: Notes on values that the configuration lacks, one line each.
     """
 
     compute: Mapping[str, _Entry]
@@ -163,7 +164,7 @@ def to_strategy(
 
 
 def _settings(config: Any, overrides: Mapping[str, Any]) -> _Settings:
-    """Return what a configuration says about sharding.
+    """Return the settings of a configuration that concern sharding.
 
     Raises:
       StrategyError: It has no mapping under `trainer`, or keys are unknown or have wrong values.
@@ -196,7 +197,7 @@ def _settings(config: Any, overrides: Mapping[str, Any]) -> _Settings:
 def _read_trainer(
     given: Mapping[str, Any], overrides: Mapping[str, Any], places: _Places, source: str
 ) -> _Settings:
-    """Return what the keys of a trainer of older versions say."""
+    """Return the settings of a trainer of an older version."""
     values = {key: default for key, (default, _) in _DEFAULTS.items()}
     values |= {**{key: given[key] for key in given if key in _DEFAULTS}, **overrides}
     at: _Places = {**places, **{(key,): "overrides" for key in overrides}}
@@ -226,7 +227,7 @@ def _read_trainer(
         compute=compute,
         parameter={**compute, **listed("parameter_axis_resources"), **listed("fsdp_axis", "data")},
         mesh={
-            # One mesh axis has the replicas of a slice and those across slices.
+            # One mesh axis counts the replicas inside a slice and across slices.
             "replica": values["replica_ici_axis_size"] * across,
             "data": -1,
             "model": values["model_axis_size"],
@@ -263,7 +264,7 @@ def _wrong(
     source: str,
     config: str,
 ) -> list[Problem]:
-    """Return a problem for each value, by its path of keys, that is not what it must be."""
+    """Return a problem for each value of a wrong type, by its path of keys."""
     return [
         Problem(
             error=StrategyError,
@@ -282,7 +283,7 @@ def _read_mesh(
     places: _Places,
     source: str,
 ) -> _Settings:
-    """Return what `trainer.mesh` says.
+    """Return the settings of `trainer.mesh`.
 
     Args:
       given: Its content.

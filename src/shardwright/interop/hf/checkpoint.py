@@ -46,7 +46,7 @@ _OTHERWISE: Final = (
 )
 _EXPERT: Final = re.compile(r"(.*\bexperts\.)(\d+)\.(.*)", re.DOTALL)
 _APART: Final = "download the checkpoint again, or keep experts apart with stack_experts=False"
-# The number of a name that has none.
+# Stands for the number in a name without a number.
 _NO_NUMBER: Final = -1
 _SHORTER: Final = {np.dtype(np.int64): np.dtype(np.int32), np.dtype(np.uint64): np.dtype(np.uint32)}
 
@@ -61,7 +61,7 @@ class Checkpoint:
       config: The content of `config.json`.
       specs: Shape, dtype and axes of each tensor, by its name.
       sources: Where each tensor is.
-      notes: What differs from the files, one line each.
+      notes: Differences from the files, one line each.
       unpadded: The stored shape of each tensor that is padded, by its name. It is `shapes` of
         `checkpoint.export_safetensors`.
     """
@@ -234,10 +234,10 @@ def _checkpoint(
         _check_experts(sources, config)
     shapes = {name: source.shape for name, source in tensors.items()}
     annotations = axes_of(shapes, config, axes=axes)
-    # After the unknown ones: with a wrong `model_type` nearly all are both.
+    # Check missing tensors after unknown ones: with a wrong `model_type`, nearly all are both.
     raise_problems(missing(tensors, config))
     if len(tensors) < len(sources):
-        # A stack takes the place of its tensors, and is itself among the results.
+        # A stack replaces its tensors, and is one of the results.
         count = sum(isinstance(source, StackedSource) for source in tensors.values())
         notes.append(
             f"{len(sources) - len(tensors) + count} tensors of experts became {count} stacks"
@@ -308,7 +308,7 @@ def _pad_vocabulary(checkpoint: Checkpoint, multiple: int | None) -> Checkpoint:
         what = " and ".join(f"{size} in {name}" for size, name in sizes.items())
         raise CheckpointError(f"VOCAB has several sizes: {what}", fix="load it without pad_vocab")
     vocab = next(iter(sizes), 0)
-    # The fewest rows that lead to a multiple.
+    # The smallest number of rows that gives a multiple.
     more = -vocab % multiple
     if not more:
         return checkpoint
@@ -344,7 +344,7 @@ def _stack_experts(sources: Mapping[str, Source]) -> dict[str, Source]:
         numbers = (number for number in range(max(names) + 1) if number not in names)
         if absent := ", ".join(map(str, itertools.islice(numbers, 10))):
             problems.append(fault(f"the experts {absent} are absent", whole, _APART))
-        # By number: as text, expert 10 would come before expert 2.
+        # Sort by number: as text, expert 10 would come before expert 2.
         parts = [sources[names[number]] for number in sorted(names)]
         kinds = sorted({(part.dtype.name, part.shape) for part in parts})
         if len(kinds) > 1:
@@ -401,7 +401,7 @@ def _stack_layers(
         if len(names) != count:
             what = f"{len(names)} of the {count} layers have this tensor"
             problems.append(fault(what, whole, fix))
-        # By number, like the experts above.
+        # Sort by number, like the experts above.
         parts = [specs[names[number]] for number in sorted(names)]
         kinds = {f"{part.dtype}{list(part.shape)} {describe(part.axes)}" for part in parts}
         if len(kinds) > 1:
@@ -409,7 +409,7 @@ def _stack_layers(
             problems.append(fault(what, whole, fix))
         stack = stacked(parts[0], len(parts))
         if isinstance(stack.axes, PartOf):
-            # A part of another tensor, such as its scale, becomes a part of the stack of it.
+            # A part of another tensor, such as its scale, becomes a part of that tensor's stack.
             path = _without_number(stack.axes.path, pattern)
             stack = dataclasses.replace(stack, axes=dataclasses.replace(stack.axes, path=path))
         stacks[whole] = stack

@@ -1,7 +1,7 @@
-"""The sizes that `config.json` gives to the dims of tensors, and what it leaves out.
+"""The sizes of the dims of tensors, from `config.json` and from the defaults of its class.
 
-Hugging Face leaves out of a nested configuration, such as `text_config`, what equals the default of
-its class. `transformers` 5.24 has these defaults, in `CONFIG_MAPPING[family]`.
+In a nested configuration, such as `text_config`, Hugging Face leaves out values that equal the
+default of the class. `transformers` 5.24 has these defaults, in `CONFIG_MAPPING[family]`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardwright.vocabulary.merged_dims import merged
 # Further problems of a checkpoint are counted: an unknown model may have 90,000 tensors.
 MOST_PROBLEMS: Final = 20
 OWN_CONFIG: Final = "use the config.json of this checkpoint"
-# This many weights share one scale in MXFP4, the format of gpt-oss.
+# Number of weights that share one scale in MXFP4, the format of gpt-oss.
 _MXFP4_BLOCK: Final = 32
 
 
@@ -75,7 +75,7 @@ class Config:
         return self.text("model_type") or ""
 
     def wrong(self, key: str, value: Any, wanted: str) -> ShardingError:
-        """Return the error of a value that is not what its key needs."""
+        """Return the error of a value of a wrong type."""
         what = f"{self.source}: {key} must be {wanted}, got {quoted(value)}"
         return self.error(
             f"{self.source} lacks {key}" if value is None else what,
@@ -83,7 +83,7 @@ class Config:
         )
 
     def size(self, *keys: str) -> int | None:
-        """Return the first of several sizes that there is, or None. Zero counts as absent."""
+        """Return the first size that is present, or None. Zero counts as absent."""
         for key in keys:
             value = self.values.get(key)
             size = 0 if value is None else as_integer(value)
@@ -153,7 +153,7 @@ def dims_of(config: Config) -> dict[str, SizedDim]:
     embed = config.number("hidden_size")
     experts = config.size("num_local_experts", "num_experts", "n_routed_experts")
     mlp = config.size("intermediate_size")
-    # Mixtral and gpt-oss have experts alone, and name their size as that of an MLP.
+    # Mixtral and gpt-oss have only experts, and give their size under the key for an MLP.
     expert_mlp = config.size("moe_intermediate_size", "intermediate_size")
     shared_mlp = config.size("shared_expert_intermediate_size")
     if (shared := config.size("n_shared_experts")) is not None:
@@ -167,9 +167,9 @@ def dims_of(config: Config) -> dict[str, SizedDim]:
         "experts": (EXPERT, experts),
         "router": (EXPERT_GATE, experts),
         "expert_mlp": (MLP_INTERMEDIATE, expert_mlp),
-        # The experts that see every token.
+        # The shared experts, which see every token.
         "shared_mlp": (MLP_INTERMEDIATE, shared_mlp),
-        # The layers of DeepSeek-V3 that predict further tokens join two residuals.
+        # In DeepSeek-V3, layers that predict further tokens join two residuals.
         "two_embed": (EMPTY, 2 * embed),
         # Only BERT has tables of positions and of token types.
         "positions": (EMPTY, config.size("max_position_embeddings")),
@@ -231,7 +231,7 @@ def _latent_heads(config: Config) -> dict[str, tuple[Any, int | None]]:
     }
 
 
-# The keys that every configuration of a decoder alone has. Nobody may leave them out there.
+# The keys that a configuration of only a decoder must have.
 _SIZES: Final = (
     "vocab_size",
     "hidden_size",
@@ -340,12 +340,12 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 
 
 def complete(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the values of the decoder's configuration, and notes on those that it does not have.
+    """Return the values of the decoder's configuration, and notes on values that it lacks.
 
-    A nested `text_config` may leave out values that equal class defaults. It also leaves out what
-    the outer configuration says: dtype, quantization and tied embeddings. What `text_config` says
-    counts first, then the outer configuration, then the class default. Where nothing is nested,
-    sizes are required.
+    A nested `text_config` may leave out values that equal class defaults. It also leaves out values
+    of the outer configuration: dtype, quantization and tied embeddings. `text_config` wins over the
+    outer configuration, which wins over the class default. If nothing is nested, sizes are
+    required.
 
     Raises:
       ShardingError: `text_config` is not a JSON object, or a `model_type` is not a text.
@@ -369,12 +369,12 @@ def complete(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
 def _filled(
     values: dict[str, Any], why: str, *, skip: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Add class defaults, with a note on those that are sizes."""
+    """Add class defaults, with a note for each default of a size."""
     # A family without a row has no defaults here: its configuration must be whole.
     known = dict(DEFAULTS.get(values["model_type"], {}))
     heads, kv_heads = values.get("num_attention_heads"), known.get("num_key_value_heads")
     if type(heads) is int and kv_heads and heads % kv_heads:
-        # The default is that of a model with other heads.
+        # The default belongs to a model with other heads.
         known["num_key_value_heads"], why = heads, f"{why}, but as many kv_heads as heads"
     taken = {key: value for key, value in known.items() if key not in values and key not in skip}
     sizes = [f"{key} {value}" for key, value in taken.items() if as_integer(value) is not None]

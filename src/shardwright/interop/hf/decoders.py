@@ -1,7 +1,7 @@
 """A decoder with the weights of a checkpoint: its parameters, and the function that serves it.
 
-A linear layer of a checkpoint is [out, in], and its heads are one dim. The axes of both say how its
-dims are split and ordered, so no table of transpositions is needed.
+A linear layer of a checkpoint is [out, in], and its heads are one dim. The axes of the tensor and
+of the parameter show how to split and order its dims, so no table of transpositions is needed.
 """
 
 from __future__ import annotations
@@ -97,14 +97,15 @@ class LoadedDecoder:
             for stack in stacks
             for number in range(stack.period)
         }
-        # Layers of different windows: the engine has one kind of cache, which keeps everything.
+        # Layers may have different windows, but the engine has one kind of cache, which keeps all
+        # positions.
         window: Any = next(iter(windows)) if len(windows) == 1 else None
         return CacheShape(
             layers=sum(stack.layers for stack in stacks),
             kv_heads=attention.key_heads,
             head_dim=attention.size,
             dtype=attention.dtypes.cache,
-            # The positions before a query, and its own.
+            # The window counts the positions before a query, and its own.
             window=None if window is None else window[0] + 1,
         )
 
@@ -127,7 +128,7 @@ class LoadedDecoder:
         return Decoder(self.config, remat="none").logits(params, tokens, caches, valid)
 
     def _check_served(self) -> None:
-        # Plans may differ from the model in what they note. Served tokens may not.
+        # A plan may differ from the model, with a note. Served tokens may not differ.
         reasons = list(self.config.differs)
         if any(isinstance(stack.attention, LatentConfig) for stack in self.config.stacks):
             reasons.append("attention needs a cache of latents, and no kind of cache is one")
@@ -158,7 +159,7 @@ def decoder(
     """
     checkpoint: Checkpoint = read(folder)
     sizes = sizes_of(checkpoint.config, "config.json", param=param, capacity=None)
-    # Layer by layer: serving has a cache per layer, and does not scan.
+    # Build it layer by layer: serving has a cache per layer, and does not scan.
     specs = decoder_specs(sizes, stacked=False)
     pairs, _ = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_array_spec)
     sources = arrange(checkpoint, sizes, {path_text(path): spec for path, spec in pairs})
@@ -166,7 +167,7 @@ def decoder(
     return LoadedDecoder(config=sizes, specs=specs, sources=sources, notes=notes)
 
 
-# Qwen 2 does not have it, although q, k and v have biases.
+# Qwen 2 does not have this bias, although q, k and v have biases.
 _NO_TENSOR: Final = "attention/out/bias"
 _OWN_FORWARD: Final = "write the forward pass yourself, and read the tensors with hf.load"
 # Number of values of the embedding that are compared with those of the head at once.
@@ -192,7 +193,7 @@ class Arranged(ChangedSource):
 
     def read(self, bounds: Bounds) -> np.ndarray[Any, Any]:
         """Read one piece. If inner dims are cut, whole rows of them are read first."""
-        # From the dims of the result to the split dims, in which they may be cut.
+        # Map the dims of the result to the split dims, in which they may be cut.
         ranges = [(0, 0)] * len(self.order)
         for (start, stop), dim in zip(bounds, self.order, strict=True):
             ranges[dim] = (start + self.starts[dim], stop + self.starts[dim])
@@ -202,7 +203,7 @@ class Arranged(ChangedSource):
         inner = iter(ranges)
         for sizes in self.split:
             (start, stop), *rest = (next(inner) for _ in sizes)
-            # A dim of the file has all of its inner dims, so they are cut after the read.
+            # A read returns whole inner dims, so cut them after the read.
             row = math.prod(sizes[1:])
             rows.append((start * row, stop * row))
             shape += [stop - start, *sizes[1:]]
@@ -231,7 +232,7 @@ def arrange(
     """Return where each parameter is, by its path.
 
     Args:
-      checkpoint: Its experts are stacked, and its layers are not.
+      checkpoint: A checkpoint with stacked experts and separate layers.
       sizes: The decoder.
       specs: Path of each parameter -> its spec.
 
@@ -269,7 +270,7 @@ def arrange(
         is_part = path.endswith(("attention/key", "attention/value"))
         latents = [each.attention for each in sizes.stacks if is_part]
         latent = next((each for each in latents if isinstance(each, LatentConfig)), None)
-        # `kv_b_proj` of DeepSeek has, for each head, its plain key and then its value.
+        # `kv_b_proj` of DeepSeek has the plain key and then the value of each head.
         start = latent.plain_dim if latent is not None and path.endswith("value") else 0
         arranged = _arranged(checkpoint, names, path, spec, start)
         found[path] = arranged
@@ -279,7 +280,7 @@ def arrange(
         what, fix = "the decoder has no parameter for this tensor", _OWN_FORWARD
         if name in family.parameters["head"] and sizes.tied:
             (embedding,) = _names_of("embedding", family, prefix)
-            # Some checkpoints store a tied head too. It may only repeat the embedding.
+            # Some checkpoints also store a tied head. It must equal the embedding.
             if _are_equal(checkpoint.sources[name], checkpoint.sources[embedding]):
                 continue
             what = "tie_word_embeddings is true, and this differs from the embedding"
@@ -287,7 +288,8 @@ def arrange(
         else:
             stem = (prefix + family.layers).removesuffix("#.")
             number = name.removeprefix(stem).partition(".")[0] if name.startswith(stem) else ""
-            # Layers after the last one predict further tokens. Frequencies are computed.
+            # Skip layers after the last one, which predict further tokens, and frequencies, which
+            # are computed.
             is_further = number.isdigit() and int(number) >= count
             if is_further or name.endswith("rotary_emb.inv_freq"):
                 continue
@@ -315,7 +317,7 @@ def _misfits(
     path: str,
     latent: LatentConfig | None,
 ) -> Iterator[Problem]:
-    """Yield what keeps tensors from being a parameter: no floats, or other sizes."""
+    """Yield why tensors cannot become a parameter: no floats, or other sizes."""
     for name in names:
         dtype = checkpoint.sources[name].dtype
         if dtype.itemsize < 2 or not jnp.issubdtype(dtype, jnp.floating):
@@ -334,7 +336,7 @@ def _misfits(
 def _arranged(
     checkpoint: Checkpoint, names: Sequence[str], path: str, spec: ArraySpec, start: int
 ) -> Arranged:
-    """Return the tensors as the parameter, whose axes are theirs in another order."""
+    """Return the tensors as a parameter, which has the same axes in another order."""
     source: Source = checkpoint.sources[names[0]]
     split = [*_members(checkpoint.specs[names[0]])]
     if len(names) > 1:
@@ -344,11 +346,11 @@ def _arranged(
         split.insert(0, [(EMPTY, len(names))])
     flat = [each for members in split for each in members]
     wanted = [axis for members in _members(spec) for axis, _ in members]
-    # A norm of heads has the axis NORM here, and that of the heads in a checkpoint.
+    # A norm of heads has the axis NORM here, and the axis of the head dim in a checkpoint.
     axes = wanted if len(flat) == 1 else [axis for axis, _ in flat]
     if sorted(axes) != sorted(wanted):
         raise AssertionError(f"{path} has the axes {wanted}, and {names} have {axes}")
-    # An axis occurs once in a tensor, so the axes alone say how to transpose.
+    # An axis occurs once in a tensor, so the axes determine the transposition.
     order = tuple(axes.index(axis) for axis in wanted)
     starts = [0] * len(flat)
     starts[order[-1]] = start

@@ -1,8 +1,8 @@
 """The families of models, by the `model_type` of their `config.json`.
 
 One row says which tensors a checkpoint has, which of them are the parameters of the decoder, and
-how the configuration becomes the configs of the decoder's blocks. `config.DEFAULTS` has what a
-configuration may leave out.
+how the configuration becomes the configs of the decoder's blocks. `config.DEFAULTS` has the values
+that a configuration may leave out.
 
 In the tables of tensors, `#` is a number. The words are dims of `config.dims_of`, in the order of
 the file; `-` is a dim of any size that is not sharded. A tensor that a model may lack ends in `?`.
@@ -36,12 +36,12 @@ class Tensors:
       name: Name of the family.
       prefix: Start of the names in a model with a head, except those of the head. In a model
         without a head, names lack it.
-      layers: What the names of a layer start with, after the prefix.
+      layers: Start of the names of a layer, after the prefix.
       whole: Tensors outside the layers.
       layer: Tensors of a layer that are not part of a choice.
       choices: Kinds of attention, and kinds of feed-forward blocks; a layer has one of each.
       parameters: Path of a parameter of the decoder, in its layer -> the names of its tensors,
-        which are stacked if there are several. `a | b` is a, or b where a is absent.
+        which are stacked if there are several. `a | b` is a, or b if a is absent.
     """
 
     name: str
@@ -100,7 +100,7 @@ def _gated(name: str, dim: str) -> dict[str, str]:
 _WHOLE: NameRows = {
     "embed_tokens.weight": "vocab embed",
     "norm.weight": "norm",
-    # Absent if it is tied to the embedding.
+    # The head is absent if it is tied to the embedding.
     "lm_head.weight": "vocab embed ?",
 }
 _NORMS = {**_norm("input_layernorm"), **_norm("post_attention_layernorm")}
@@ -157,7 +157,7 @@ _PARAMETERS = _parameters(
         },
     },
 )
-# Gemma 2 and 3 have norms after both blocks, and name the one before the MLP for that.
+# Gemma 2 and 3 have norms after both blocks, so the norm before the MLP has another name.
 _NORMS_AFTER = {
     "after_attention/scale": ("post_attention_layernorm.weight",),
     "mlp/norm/scale": ("pre_feedforward_layernorm.weight",),
@@ -282,7 +282,7 @@ GPT_OSS_TENSORS = _decoder(
     "gpt-oss",
     {**_DECODER, "self_attn.sinks": "head"},
     (
-        # In MXFP4: 32 weights are 16 bytes and a scale.
+        # In MXFP4, 32 weights take 16 bytes and a scale.
         {
             **_ROUTER,
             **_EXPERT_BIASES,
@@ -291,7 +291,7 @@ GPT_OSS_TENSORS = _decoder(
             "mlp.experts.down_proj_blocks": "experts embed mlp_blocks -",
             "mlp.experts.down_proj_scales": "experts embed mlp_blocks",
         },
-        # As floats these are [experts, in, out].
+        # Stored as floats, these are [experts, in, out].
         {
             **_ROUTER,
             **_EXPERT_BIASES,
@@ -306,7 +306,8 @@ def _normed(name: str) -> dict[str, str]:
     return {f"{name}.LayerNorm.weight": "norm", f"{name}.LayerNorm.bias": "norm"}
 
 
-# [out, in] of one size: only the input is named EMBED, because an axis occurs once in a tensor.
+# Both dims of [out, in] have one size. Only the input is named EMBED, because an axis occurs once
+# in a tensor.
 _SQUARE = "- embed"
 BERT_TENSORS = Tensors(
     name="bert",
@@ -348,7 +349,8 @@ class Family:
 
     Attributes:
       tensors: The tensors of its checkpoints. None: they cannot be read.
-      read: Function that returns the sizes of its decoder. None: it has none here.
+      read: Function that returns the sizes of its decoder. None if there is no decoder for this
+        family.
     """
 
     tensors: Tensors | None = None
@@ -358,14 +360,14 @@ class Family:
 _LLAMA = Family(tensors=LLAMA_TENSORS, read=readers_of.llama)
 _QWEN = Family(tensors=QWEN_TENSORS, read=readers_of.qwen)
 _QWEN_MOE = Family(tensors=QWEN_MOE_TENSORS, read=readers_of.qwen)
-# Gemma 3 has the same names as Gemma 2, and norms of queries and keys besides.
+# Gemma 3 has the names of Gemma 2, and also norms of queries and keys.
 _GEMMA_2 = Family(tensors=GEMMA_2_TENSORS, read=readers_of.gemma)
 _DEEPSEEK = Family(tensors=DEEPSEEK_TENSORS, read=readers_of.deepseek)
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "llama": _LLAMA,
         "mistral": _LLAMA,
-        # They multiply the residual, or leave out rotations, which the decoder does not do.
+        # These models scale the residual or leave out rotations, which the decoder cannot do.
         **dict.fromkeys(("smollm3", "granite"), Family(tensors=LLAMA_TENSORS)),
         "qwen2": _QWEN,
         "qwen3": _QWEN,
@@ -466,7 +468,7 @@ def tensors_of(config: Mapping[str, Any]) -> Tensors:
             f"{', '.join(parts)}. The tensors of such models cannot be read",
             fix=_TEXT_FIX,
         )
-    # Models differ by one digit, so only another spelling of the same name is suggested.
+    # Names of models differ by one digit, so only suggest another spelling of the same name.
     meant = same_spelling(kind, tables) if isinstance(kind, str) else ""
     hint = f" ({meant})" if meant else ""
     raise CheckpointError(

@@ -117,7 +117,7 @@ def axes_of(
 
     found = {name: of(name) for name in shapes}
     raise_problems(limited([place for place in found.values() if isinstance(place, Problem)]))
-    # A pattern after the first one that fits is used too.
+    # A pattern counts as used even if an earlier pattern fits too.
     if unmatched := [
         written
         for written, (pattern, _) in zip(given, rules, strict=True)
@@ -132,7 +132,7 @@ def missing(names: Iterable[str], config: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for each tensor that is missing."""
     present = {_NUMBERED.sub("", name) for name in names}
     layers = Config(values=config).number("num_hidden_layers")
-    # A number of layers that is wrong by far would list a problem for each of them.
+    # If the number of layers is far off, do not list a problem for each layer.
     if layers > len(present):
         what = f"config.json has {layers} layers, and there are {len(present)} tensors"
         return [fault(what, "")]
@@ -142,7 +142,7 @@ def missing(names: Iterable[str], config: Mapping[str, Any]) -> list[Problem]:
     return limited([fault("the tensor is absent", name, fix) for name in absent])
 
 
-# The number of an expert. The names of stacks have none, so these checks leave it out.
+# The number of an expert. Names of stacks have no number, so these checks remove it.
 _NUMBERED: Final = re.compile(r"(?<=experts\.)\d+\.")
 
 
@@ -172,7 +172,7 @@ class NameTable:
           CheckpointError: The model is unknown, or a size is absent or invalid.
         """
         family = tensors_of(config)
-        # A checkpoint has the class defaults of its model where its configuration says nothing.
+        # If the configuration lacks a value, the checkpoint has the class default.
         whole = Config(values=complete(Config(values=config))[0])
         return cls(family=family, rows=family.rows(), dims=dims_of(whole), config=whole)
 
@@ -182,16 +182,16 @@ class NameTable:
         Args:
           name: Its name.
           shapes: Name of each tensor -> its shape.
-          of: Function of a name that returns the annotation of that tensor, or a problem.
+          of: Function from the name of a tensor to its annotation, or to a problem.
         """
         own = name.removeprefix(self.family.prefix)
         row = _NUMBER.sub("#", own)
         dims = self.rows.get(row)
-        # Not a row of the family: a scale of a quantized weight, or unknown.
+        # The name is not in the family: it is a scale of a quantized weight, or unknown.
         if dims is None:
             scale = self._scale(name, shapes, of)
             return self._unknown(name, shapes, of) if scale is None else scale
-        # The first number is that of the layer, unless layers are stacked.
+        # The first number is the number of the layer, unless layers are stacked.
         kinds = ("layers", "experts") if row.startswith(self.family.layers) else ("experts",)
         numbers = dict(zip(kinds, map(int, _NUMBER.findall(own)), strict=False))
         return self._out_of_range(name, numbers) or self._sized(name, dims, shapes[name])
@@ -216,7 +216,7 @@ class NameTable:
 
     def _out_of_range(self, name: str, numbers: Mapping[str, int]) -> Problem | None:
         """Return a problem if the number of a layer or of an expert is too large."""
-        # DeepSeek-V3 counts these layers on from the last one.
+        # DeepSeek-V3 numbers these layers after the last one.
         further = self.config.size("num_nextn_predict_layers") or 0
         for kind, number in numbers.items():
             if kind == "layers":
@@ -259,7 +259,7 @@ class NameTable:
             fits = tuple(shape) == expected
         else:
             fits = all(size <= most for size, most in zip(shape, whole, strict=False))
-            # Fewer dims than the weight has: one scale per row.
+            # If the scale has fewer dims than the weight, there is one scale per row.
             fits &= len(shape) == len(whole) or tuple(shape) == tuple(whole[: len(shape)])
         if fits:
             return None
@@ -270,12 +270,12 @@ class NameTable:
     def _unknown(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Problem:
         model = self.config.family
         what = f"no tensor of {model} has this name, so its axes are unknown"
-        # One pattern for this tensor of all layers.
+        # One pattern matches this tensor in all layers.
         pattern = re.escape(_NUMBER.sub("#", name)).replace(r"\#", r"\d+")
         axes = "(sw.EMBED, ...)"
         weight = f"{name.removesuffix('.bias')}.weight"
         if len(shapes[name]) == 1:
-            # A bias has the axis of the outputs, which is the first one of its weight.
+            # A bias has the axis of the outputs, the first axis of its weight.
             dims = of(weight) if name.endswith(".bias") and weight in shapes else (EMBED,)
             axis = dims[0] if isinstance(dims, tuple) and isinstance(dims[0], str) else EMBED
             axes = f"(sw.{axis_label(axis)},)"
@@ -285,8 +285,8 @@ class NameTable:
     def required(self, present: set[str]) -> Iterator[str]:
         """Yield the names of the tensors that the checkpoint must have.
 
-        A layer has the kind of attention and of MLP of which most tensors are present. If one layer
-        has an optional tensor, such as a bias, all layers of this kind must have it.
+        The kind of attention and of MLP in a layer is the kind with the most tensors present. If
+        one layer has an optional tensor, such as a bias, all layers of this kind must have it.
         """
         family = self.family
         prefix = family.prefix if any(name.startswith(family.prefix) for name in present) else ""

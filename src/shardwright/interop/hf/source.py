@@ -80,7 +80,7 @@ class StackedSource:
     Attributes:
       name: Its name.
       parts: The tensors.
-      dtype: Dtype of what `read` returns. The stored dtypes of the parts may differ.
+      dtype: Dtype that `read` returns. The stored dtypes of the parts may differ.
     """
 
     name: str
@@ -147,7 +147,7 @@ class PaddedSource(ChangedSource):
     shape: tuple[int, ...]
 
     def read(self, bounds: Bounds) -> np.ndarray[Any, Any]:
-        """Read what the file has of a piece; the rest is zeros."""
+        """Read the part of a piece that the file has; the rest is zeros."""
         stored = tuple(
             (start, min(stop, size))
             for (start, stop), size in zip(bounds, self.source.shape, strict=True)
@@ -155,7 +155,7 @@ class PaddedSource(ChangedSource):
         if stored == bounds:
             return self.source.read(bounds)
         piece = np.zeros([stop - start for start, stop in bounds], self.dtype)
-        # A shard may lie in the padding alone.
+        # A shard may lie completely in the padding.
         if all(start < stop for start, stop in stored):
             inner = tuple(slice(stop - start) for start, stop in stored)
             piece[inner] = self.source.read(stored)
@@ -177,11 +177,11 @@ def cast(name: str, piece: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, 
             fix = 'call jax.config.update("jax_enable_x64", True) first'
             raise CheckpointError(what, path=name, fix=fix)
         return piece.astype(dtype)
-    # A value that does not fit becomes infinite, which is looked for below.
+    # A value that does not fit becomes infinite. The code below looks for this.
     with np.errstate(over="ignore"):
         result = piece.astype(dtype, order="C")
     flat = result.reshape(-1)
-    # Look at some values at a time, because a mask of the whole piece takes memory too.
+    # Check a few values at a time, because a mask of the whole piece takes memory too.
     is_infinite = any(
         np.isinf(flat[start : start + _CHUNK]).any() for start in range(0, flat.size, _CHUNK)
     )
@@ -276,7 +276,7 @@ class SafetensorsTensor:
                 # These dtypes have one byte.
                 end = self.offset + math.prod(self.shape)
                 whole = self.content[self.offset : end].view(self.dtype).reshape(self.shape)
-                # A copy, because a view would read the file when it is used, perhaps changed.
+                # Return a copy, because a view would read the file later, when it may have changed.
                 return np.array(whole[index])
             return np.asarray(self.handle.get_slice(self.name)[index])
         except (OSError, ValueError) as error:
@@ -328,7 +328,7 @@ def _indexed(folder: Path, weights: Mapping[str, str]) -> dict[str, SafetensorsT
         try:
             tensors = _tensors_of(folder / file)
         except CheckpointError as error:
-            # The problems of the other files are reported in the same error.
+            # Continue, so that one error reports the problems of all files.
             problems += error.problems
             continue
         listed = [name for name, of in weights.items() if of == file]
@@ -366,7 +366,7 @@ def _tensors_of(path: Path) -> dict[str, SafetensorsTensor]:
         # The format: 8 bytes with the length of the header, the header as JSON, then all tensors.
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-    # Mapped, not read: pages are loaded where a piece is read.
+    # Map the file instead of reading it: a page is loaded when a piece of it is read.
     content = np.memmap(path, np.uint8, mode="r")
     version.check()
     header.pop("__metadata__", None)

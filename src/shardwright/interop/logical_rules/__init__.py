@@ -1,8 +1,9 @@
 """Rule lists of other libraries: pairs of a logical axis name and mesh axes.
 
 flax, T5X, MaxText and TransformerEngine map names to mesh axes by an ordered list of pairs. These
-functions turn such a list into a strategy and back. `models` has what bridges share that read the
-names of arrays. Every bridge may use this package. Code for one library belongs in its bridge.
+functions turn such a list into a strategy and back. `models` has the common code of bridges that
+read the names of arrays. Every bridge may use this package. Code for one library belongs in its
+bridge.
 """
 
 from shardwright.interop.logical_rules.checked import checked as checked

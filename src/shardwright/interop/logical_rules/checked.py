@@ -1,8 +1,8 @@
 """The check of arrays that flax, nnx and haliax shard by rules of a manager.
 
 Each of these libraries maps names to mesh axes by a table without fallbacks. It replicates an array
-whose size does not divide, and some replicate a name that is not in the table, both without a
-message. The libraries offer no hook, so `install` wraps the one function of a library that reads
+whose size does not divide, without a message. Some libraries also replicate a name that is not in
+the table. The libraries offer no hook, so `install` wraps the one function of a library that reads
 its table. The wrapper checks an array only while a bridge has entered a `CheckedTable`.
 """
 
@@ -60,7 +60,7 @@ class CheckedTable:
       table: Name -> mesh axes, as the library has it.
       names: Name -> (axis, role), or an axis, for all names of the model.
       mesh: Mesh axis -> size.
-      sizes: Each name of `sizes=`, its size, and the numbers of shards that its rule may give it.
+      sizes: Each name of `sizes=`, with its size and the possible numbers of shards under its rule.
     """
 
     library: Library
@@ -114,9 +114,9 @@ class CheckedTable:
     ) -> ShardingError | None:
         """Return the error to raise if a size does not fit the mesh axes of its name, or None.
 
-        A table of another library has no fallbacks, so a size that does not divide is an error. So
-        is a size other than the one that the table was made for, if the strategy shards it in
-        another way.
+        A table of another library has no fallbacks, so a size that does not divide is an error.
+        Another size than that of the table is an error too, if the strategy shards it in another
+        way.
         """
         mesh, axes = dict(self.mesh), entry_names(entry)
         shards = math.prod(mesh[axis] for axis in axes)
@@ -141,13 +141,13 @@ class CheckedTable:
         return None
 
     def _resolve(self, shape: Sequence[Any], dim: int, name: str) -> None:
-        """Raise the error of the resolver, unless its rule has a fallback that nnx cannot use."""
+        """Raise the error of the resolver, unless the rule has a fallback, which nnx cannot use."""
         target, manager = dict(self.names).get(name), context.current()
         if target is not None and manager is not None:
             axis, role = (target, Role.PARAM) if isinstance(target, str) else target
             annotation = [EMPTY] * len(shape)
             annotation[dim] = axis
-            # Its message names the rule and the file, which a table does not know.
+            # Its message names the rule and the file, which the table does not have.
             manager.resolve(*annotation, role=role, shape=shape)
 
 
@@ -159,7 +159,7 @@ def checked(
     names: Names,
     sizes: Mapping[str, int] | None,
 ) -> Iterator[None]:
-    """Enter a manager, and check the arrays that a library shards by a table of it.
+    """Enter a manager, and check the arrays that a library shards by the manager's table.
 
     Raises:
       StrategyError: The mesh has Explicit axes, and constraints of flax and haliax need Auto ones.
@@ -182,7 +182,7 @@ def checked(
     if library != "nnx" and AxisType.Explicit in pm.mesh.axis_types:
         what = f"{library}'s constraints need Auto mesh axes, and the mesh has Explicit ones"
         raise StrategyError(what, fix='use axis_types = "auto"')
-    # Wrapped where it is first needed, since importing a bridge must not change flax.
+    # Wrap at the first use, because importing a bridge must not change flax.
     _INSTALL[library]()
     # Both are parts of jit's cache key, unlike the table that the library keeps.
     with pm, context.RULES(entered):

@@ -50,8 +50,8 @@ def read_rules(path: Path) -> tuple[list[Any], list[str]]:
 def read_replicated(values: Mapping[str, Any], rules: Sequence[Any], place: str) -> list[Any]:
     """Return a rule without mesh axes for each name under `replicated`.
 
-    A model may have names that no rule mentions, and libraries of flax replicate them. Here the
-    file says so, because such a name may also be misspelled.
+    A model may have names that no rule mentions, and libraries of flax replicate them. The file
+    must list them, because such a name may also be misspelled.
 
     Raises:
       StrategyError: The value is not a list of names, or one of them has a rule.
@@ -102,7 +102,7 @@ def read_yaml_tree(path: Path) -> tuple[Any, dict[tuple[str, ...], int]]:
     yaml = _yaml()
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined, misc]
-        """Ignore tags, without changing the loader of others."""
+        """Ignore tags, without changing loaders of other code."""
 
     # None stands for every tag that has no constructor.
     Loader.add_constructor(None, lambda loader, node: None)
@@ -126,7 +126,7 @@ def _parsed(path: Path, loader_type: Any) -> tuple[Any, Any]:
     loader = None
     try:
         loader = loader_type(text)
-        # Nodes first: they have the lines, and show how many values the aliases mean.
+        # Read the nodes first: they have the lines, and show how many values the aliases stand for.
         root = loader.get_single_node()
         is_small = root is None or _size(root) <= _MOST_VALUES
         value = loader.construct_document(root) if root is not None and is_small else {}
@@ -147,15 +147,15 @@ def _parsed(path: Path, loader_type: Any) -> tuple[Any, Any]:
 def _size(root: Any) -> int:
     """Return the number of values of a YAML document with its aliases replaced by their values.
 
-    300 bytes of aliases of aliases can mean 9^9 values. They are few values in memory, but all are
-    written where the document is printed. A value that contains itself counts as too many.
+    300 bytes of aliases of aliases can mean 9^9 values. They are few values in memory, but a print
+    of the document writes all of them. A value that contains itself counts as too many.
     """
     sizes: dict[int, int] = {}
 
     def size_of(node: Any) -> int:
         key = id(node)
         if key not in sizes:
-            sizes[key] = _MOST_VALUES + 1  # while it is open: met again, it contains itself
+            sizes[key] = _MOST_VALUES + 1  # if an open node occurs again, it contains itself
             inner = node.value if isinstance(node.value, list) else ()
             # The entries of a mapping are pairs of nodes.
             pairs = (entry if isinstance(entry, tuple) else (entry,) for entry in inner)

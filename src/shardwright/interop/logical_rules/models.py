@@ -1,4 +1,4 @@
-"""What the bridges share that read the names of a model's arrays, and place them."""
+"""The common code of bridges that read the names of a model's arrays, and place them."""
 
 from __future__ import annotations
 
@@ -71,8 +71,9 @@ def annotate_boxes(
       tree: The tree.
       names: Name in the model -> (axis, role), or an axis for both roles.
       is_box: Whether a node is a box.
-      value_of: Function that returns what is in a box; any other leaf as it is. The optimizer state
-        of a box may have several arrays in its place, such as the two factors of a moment.
+      value_of: Function that returns the content of a box, or any other leaf unchanged. The
+        optimizer state of a box may have several arrays in its place, such as the two factors of a
+        moment.
       axes_of: Function of a leaf, its path, a list of problems and a shape. It returns the
         annotation of an array of this shape in the leaf, or appends a problem.
       is_named: Whether a leaf has names.
@@ -89,7 +90,8 @@ def annotate_boxes(
     for path, leaf in leaves:
         text = path_text(path)
         pairs, inner = jax.tree_util.tree_flatten_with_path(value_of(leaf))
-        # Factored moments have the box of a parameter with other dims, so their paths go first.
+        # Factored moments have the box of a parameter with other dims, so look up their paths
+        # first.
         own = [moments.get(path_text((*path, *below))) for below, _ in pairs]
         if None in own:
             of_shape = functools.partial(axes_of, leaf, text, problems)
@@ -113,7 +115,7 @@ def by_name(problems: Sequence[Problem]) -> list[Problem]:
     grouped: dict[str, Problem] = {}
     for at, problem in enumerate(problems):
         is_name, count = problem.error is UnknownAxisError, len(places[problem.what])
-        # A name that is missing is missing everywhere, and one line for it is enough.
+        # A missing name is missing everywhere, so one line for it is enough.
         what = f"{problem.what}; {count} arrays have it" if is_name and count > 1 else problem.what
         key = problem.what if is_name else str(at)
         grouped.setdefault(key, dataclasses.replace(problem, what=what))

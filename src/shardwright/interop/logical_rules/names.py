@@ -35,7 +35,8 @@ Names = Mapping[str, "tuple[str, Role | str] | str"]
 Modes = Mapping[str, tuple[str, str]]
 MeshAxes = str | tuple[str, ...] | None
 
-# Keys of the names in a variable's metadata: since flax 0.12.4, from 0.11 to 0.12.3, before 0.11.
+# Keys of the names in a variable's metadata, by version of flax: since 0.12.4, from 0.11 to 0.12.3,
+# before 0.11.
 _KEYS = ("out_sharding", "sharding_names", "sharding")
 _OWN = "pass an axis of your own in own_axes=, such as own_axes=strategy.axes"
 
@@ -104,7 +105,7 @@ def read_names(
     Args:
       names: Name -> (axis, role), or an axis for both roles. None maps nothing.
       own_axes: Axes besides those of the vocabulary.
-      declare: How to declare an axis of one's own. The messages end with it.
+      declare: How to declare the user's own axis. Messages end with it.
       are_imported: Whether `embed` may be mapped to `logical_embed`, as an import without `names`
         does.
 
@@ -125,7 +126,7 @@ def read_names(
                 what = f"the name {name!r} is mapped to the role {target[1]!r}"
                 raise StrategyError(what, fix="map it as an activation or a param")
             targets[name] = (axis, role)
-        # The names that an import gave, passed to another import.
+        # These are names from one import, passed to another import.
         if not are_imported or axis != canonical_axis(f"logical_{plain_name(name)}"):
             places.append((f"names[{name!r}]", axis))
     check_axes(places, own_axes, declare=declare)
@@ -165,7 +166,7 @@ def plain_name(name: str) -> str:
 def axis_of(name: Any, names: Names, place: str, problems: list[Problem]) -> str:
     """Return the axis of a name of another library; `EMPTY` for None. Bridges use it.
 
-    UNCONSTRAINED is `EMPTY` too: an array that is stored has a sharding, so nothing is left to the
+    UNCONSTRAINED is `EMPTY` too, because a stored array has a sharding, and no dim is left to the
     compiler. A name that is not in `names`, or is not text, becomes a problem at `place`.
     """
     if name is None or name is PartitionSpec.UNCONSTRAINED:
@@ -185,7 +186,7 @@ def axis_of(name: Any, names: Names, place: str, problems: list[Problem]) -> str
 
 
 def entry_of(entry: Any, names: Names, place: str, problems: list[Problem]) -> Any:
-    """Return the axis of a name, or a composite of those of several names."""
+    """Return the axis of a name, or a composite of the axes of several names."""
     if isinstance(entry, (tuple, list)):
         return tuple(axis_of(name, names, place, problems) for name in entry)
     return axis_of(entry, names, place, problems)

@@ -87,7 +87,7 @@ def _ranked_rules(
         size = None if sizes is None else sizes.get(name)
         chain, ranks = _chain(pm, axis, role, name, size)
         for at, axes in enumerate(chain):
-            # Rules keep their order; what the strategy adds, such as a fallback, comes last.
+            # Rules keep their order. Additions of the strategy, such as a fallback, come last.
             rank = (0, *ranks[at]) if is_ordered and at < len(ranks) else (is_ordered, 0, 0, 0)
             ranked.append(((rank, place, at), (name, axes)))
     return tuple(pair for _, pair in sorted(ranked, key=lambda entry: entry[0]))
@@ -171,7 +171,7 @@ def _exported(pm: PartitionManager, name: str, target: Any) -> tuple[str, Role]:
         return axis, role
     axis = target
     roles = (Role.ACTIVATION, Role.PARAM)
-    # A list has one rule for a name, whichever role its arrays have.
+    # A list has one rule for a name, for arrays of both roles.
     one, other = (_rule(pm, axis, role) for role in roles)
     if one != other:
         what = f"{axis_label(axis)} has different rules as an activation and as a param"
@@ -191,7 +191,7 @@ def _chain(
 ) -> tuple[list[MeshAxes], list[Any]]:
     """Return the mesh axes of each rule of one name, and the ranks of the rules.
 
-    There are ranks under `order = "rules"` only, and none for a fallback at the end. A list has no
+    Ranks exist only under `order = "rules"`, and not for a fallback at the end. A list has no
     sizes, so a candidate is left out if its shards do not divide the size.
     """
     rule, policy = _rule(pm, axis, role), pm.rules.policy
@@ -208,7 +208,7 @@ def _chain(
         if candidate.live or candidate.misses_axis
     ]
     if size is None:
-        # The answers that other sizes would get.
+        # The possible answers for other sizes.
         answers = len({candidate.live for candidate, _ in candidates}) + bool(rule.fallback)
         is_lenient = policy.indivisible is not Indivisible.ERROR and bool(candidates)
         if is_lenient or (answers > 1 and policy.conflict is not Conflict.NEXT):
@@ -220,12 +220,12 @@ def _chain(
     failed: tuple[str, ...] = ()
     for candidate, rank in candidates:
         if candidate.misses_axis:
-            # The mesh lacks an axis of the candidate, and the policy replicates the dim then.
+            # If the mesh lacks an axis of the candidate, the policy replicates the dim.
             return [*chain, None], ranks
-        # A list has no sizes, so this candidate could be taken where it does not divide.
+        # A list has no sizes, so it could use this candidate for a size that does not divide.
         if size is not None and size % _shards(pm, candidate.live):
             failed = failed or candidate.live
-            # Only a conflict moves on to the next rule, as in flax. A size does not.
+            # Only a conflict leads to the next rule, as in flax. A size does not.
             if policy.conflict is Conflict.NEXT:
                 return [*chain, _by_policy(pm, rule, name, size, candidate.live)], [*ranks, rank]
             continue

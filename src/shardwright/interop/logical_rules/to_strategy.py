@@ -78,7 +78,7 @@ def to_strategy(
         `names` becomes a new axis: `embed` becomes `logical_embed`.
       semantics: "flax": rules apply in their order, and a rule is skipped if its mesh axis is
         already used. "nnx": the last rule of a name applies, a conflict is an error, and mesh axes
-        are names too. "strict": each name has one rule, and a conflict is an error.
+        may be used as names. "strict": each name has one rule, and a conflict is an error.
       modes: Names that are used in one mode only -> (the name that other modes use, mode). Such a
         name becomes the rule of the other name in that mode.
       source: Where the rules are written: one text, or one for each rule. `explain` shows it.
@@ -127,7 +127,7 @@ def to_strategy(
     problems = _disagreements(common, targets, notes, is_ordered=is_ordered)
     tables: dict[_Path, list[tuple[str, _Pair]]] = {}
     tables["rules",] = _table(common, targets, Role.ACTIVATION)
-    # A list without weights of its own needs one table.
+    # A list without separate rules for weights needs one table.
     if (params := _table(common, targets, Role.PARAM)) != tables["rules",]:
         tables["params",] = params
     for mode in dict.fromkeys(mode for _, mode in replaced.values()):
@@ -135,7 +135,7 @@ def to_strategy(
         problems += _disagreements(own, targets, [], is_ordered=is_ordered)
         tables["modes", mode] = _table(own, targets, Role.ACTIVATION)
     raise_problems(problems)
-    # Under `order = "rules"` a dim can take a mesh axis of size 1 too, as in flax and in JAX.
+    # Under `order = "rules"`, a dim can also take a mesh axis of size 1, as in flax and JAX.
     policy = {"order": "rules"}
     if semantics == "flax":
         policy["conflict"] = "next"
@@ -177,12 +177,12 @@ def _written(
             axis: " | ".join(pair.text for pair in chain) for axis, chain in chains.items()
         }
         for axis, chain in chains.items():
-            # Several rules became the candidates of one, which were written in several places.
+            # Several rules became candidates of one rule, and were written in several places.
             origin[(*path, axis)] = ", ".join(pair.source for pair in chain)
     return data, origin
 
 
-# Far more than a model has. The time that a strategy takes grows with the square.
+# Far more rules than a model has. The time for a strategy grows with the square of their number.
 _MOST_RULES = 10_000
 
 
@@ -209,7 +209,7 @@ def _read(rules: Any, sizes: Mapping[str, int], source: str | Sequence[str]) -> 
             problems.append(dataclasses.replace(fault, path=place))
             continue
         name, value = rule
-        # An empty rule ends the chain of its name in one of two ways.
+        # A rule without mesh axes ends the chain of its name: replicated, or left to the compiler.
         end = UNCONSTRAINED if value is PartitionSpec.UNCONSTRAINED else REPLICATED
         pairs.append(_Pair(name=name, axes=entry_names(value), source=place, end=end))
     raise_problems(problems)
@@ -237,7 +237,7 @@ def _fault(rule: Any, sizes: Mapping[str, int]) -> Problem | None:
 
 
 def _until_replicated(pairs: Sequence[_Pair], notes: list[str]) -> list[_Pair]:
-    """Drop the rules of a name that follow one without mesh axes: they never apply."""
+    """Drop the rules of a name after a rule without mesh axes, because they never apply."""
     ended: dict[str, str] = {}
     kept = []
     for pair in pairs:
@@ -343,7 +343,8 @@ def _disagreements(
 ) -> list[Problem]:
     """Return a problem for names that become one axis in one role, but have different rules.
 
-    If rules are ordered, equal rules differ if a rule for one of their mesh axes is between them.
+    In ordered rules, two equal rules count as different if a rule between them uses one of their
+    mesh axes.
     """
     chains: dict[str, list[_Pair]] = {}
     for pair in pairs:
@@ -378,10 +379,10 @@ def _between(
     second: Sequence[_Pair],
     targets: Mapping[str, Any],
 ) -> _Pair | None:
-    """Return a rule of another axis that competes with one chain before the other, or None."""
+    """Return a rule of another axis that is between two chains and uses their mesh axes."""
     places = {id(pair): at for at, pair in enumerate(pairs)}
     for one, other in zip(first, second, strict=False):
-        # Only rules between the two can take a mesh axis before one and after the other.
+        # Only a rule between the two can take a mesh axis after the one and before the other.
         start, end = sorted((places[id(one)], places[id(other)]))
         for pair in pairs[start:end]:
             is_other = targets[pair.name] != targets[one.name]

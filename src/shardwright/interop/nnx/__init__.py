@@ -74,7 +74,7 @@ def bound(
             yield
     except duplicate_spec_errors() as error:
         texts = ", ".join(f"{name} = {axes}" for name, axes in table.items() if axes)
-        # JAX names the spec with the mesh axis twice, but not the names that led to it.
+        # JAX shows the spec with the repeated mesh axis, but not the names that caused it.
         error.add_note(
             f"nnx has one rule for each name, and no fallbacks: {texts}. Map one of the names of "
             "this variable to sw.EMPTY, or change the strategy."
@@ -93,7 +93,7 @@ def annotate(model: Any, names: Names, *, params: Any = None) -> Any:
       model: A module, an optimizer or their `nnx.State`; or what `nnx.eval_shape` returns for one.
       names: Name in the model -> (axis, role), or an axis for both roles.
       params: The model that an optimizer updates. An optimizer with factored moments, such as
-        `optax.adafactor`, needs it, because their dims are some of those of its parameters.
+        `optax.adafactor`, needs it, because each moment has only some dims of its parameter.
 
     Raises:
       UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
@@ -183,7 +183,7 @@ def _factored_moments(model: Any, names: Names, params: Any) -> Mapping[str, Any
         what = "the optimizer has factored moments, whose dims are some of those of its parameters"
         raise StrategyError(what, fix=f"pass the model too: {_CREATE}")
     nnx = library("flax.nnx")
-    # `wrt` is what an `nnx.Optimizer` updates, and so what its moments belong to.
+    # `wrt` selects the variables that an `nnx.Optimizer` updates, to which its moments belong.
     own = nnx.state(params, getattr(model, "wrt", nnx.Param))
     values = jax.tree.map(_value, state, is_leaf=_is_variable)
     found = annotations_by_path(values, arrays(own), annotate(own, names))

@@ -1,7 +1,7 @@
 """The blocks of `shardwright.layers` as modules of flax nnx.
 
 A module has the parameters of its block as `nnx.Param`s, under the names that `specs` of the block
-gives them. Under a manager they are created sharded. The computation is that of the block.
+gives them. Under a manager they are created sharded. The computation is the block's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class _Parameters(Module):  # type: ignore[misc]
                 child = nnx.Param(array, axes=spec.axes)
             else:
                 child = _Parameters(spec, array)
-            # nnx finds children by attribute, so those of a list are named "0", "1" and so on.
+            # nnx finds children by attribute, so the children of a list are named "0", "1" and so
+            # on.
             setattr(self, str(name), child)
 
 
@@ -64,7 +65,7 @@ def _read(node: Any, specs: Any) -> Any:
 
 
 class _Block(_Parameters):
-    """What the modules share: creation of the parameters, and the keys of dropout.
+    """Base of the modules: it creates the parameters and the keys of dropout.
 
     Attributes:
       path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
@@ -75,17 +76,17 @@ class _Block(_Parameters):
     def __init__(self, specs: Any, rngs: Any, path: str | None, *, drops: bool = False) -> None:
         stream = _stream(rngs, "params")
         nested, parts = specs, path.split("/") if path else []
-        # Created under their path, so that `[[tensors]]` entries of a strategy match it.
+        # Create them under their path, so that `[[tensors]]` entries of a strategy match it.
         for part in reversed(parts):
             nested = {part: nested}
         manager, key = context.current(), stream()
         arrays = initializer(nested)(key) if manager is None else manager.init(nested, key)
         for part in parts:
-            # The module itself has no levels for its path.
+            # The tree of the module itself starts below this path.
             arrays = arrays[part]
         super().__init__(specs, arrays)
         self.path = path
-        # A stream of its own, as `nnx.Dropout` has: modules do not share a counter.
+        # Use a separate stream, as `nnx.Dropout` does: modules do not share a counter.
         self.rngs: Any = _stream(rngs, "dropout").fork() if drops else None
         self.deterministic = False
 
@@ -146,7 +147,7 @@ class Dense(_Block):
     """A matmul with a kernel, and a bias.
 
     Args:
-      inputs: Axis and size of the dims that are contracted, which are the last of the input.
+      inputs: Axis and size of the contracted dims, which are the last dims of the input.
       outputs: Axis and size of the dims of the result.
       bias: Whether there is a bias.
       init: Initializer of the kernel. Defaults to that of `layers.dense.specs`.
@@ -297,7 +298,7 @@ class Attention(_Block):
         params = _read(self, attention_block.specs(self.config))
         has_scaling = isinstance(state, attention_block.AttentionState)
         cache = state.cache if has_scaling else state
-        # Serving drops nothing, also while the module is not in eval mode.
+        # Serving drops nothing, even if the module is not in eval mode.
         keys = self._keys() if cache is None else None
         return attention_block.apply(
             self.config, params, x, keys=keys, state=state, path=self.path, **options

@@ -11,7 +11,7 @@ from shardwright.errors import LayerError
 
 @functools.cache
 def __getattr__(name: str) -> Any:
-    """Return a class that stands for a primitive, so that a file that imports it imports.
+    """Return a class that stands for a primitive, so that importing it succeeds.
 
     A call of the class, or a subclass of it, raises `LayerError`.
 

@@ -67,7 +67,7 @@ def quantized_dense(
         check_kernel(np.shape(x), np.shape(kernel), contract, path=name, tokens=True)
     call = static_call(x, {name: kernel}, recipe=recipe, contract=contract, dtype=x.dtype)
     static = dataclasses.replace(call.kernels[0], shards=shards[1])
-    # Logical names decide the sharding of these modules, so the matmul gets no manager.
+    # The logical names of these modules decide the sharding, so the matmul gets no manager.
     call = dataclasses.replace(call, manager=None, x_shards=shards[0], kernels=(static,))
     return _dense(x, kernel, metas, call)
 
@@ -82,7 +82,7 @@ def _forward(x: Any, kernel: Any, metas: Metas | None, call: Fp8Call) -> Any:
     if metas is None:
         return result.ys[0], (result.kept, None)
     form = call.recipe.forward
-    # The state of the gradient is stepped in the backward pass, where its amax is known.
+    # The state of the gradient is updated in the backward pass, where its amax is known.
     after = (
         _stepped(call, metas[0], result.amax_x, form),
         _stepped(call, metas[1], result.amax_kernels[0], form),
@@ -192,7 +192,7 @@ def _updated(recipe: DelayedScaling, node: Any, path: str) -> tuple[Any, int]:
         scale, inverse = (f"{match[1]}{part}{match[2]}" for part in ("scale", "scale_inv"))
         if scale in node and inverse in node:
             new[scale] = _row_scales(recipe, amax, node[scale], own)
-            # The old layout stores both, and its readers expect them to agree.
+            # The old layout stores both, and readers expect them to agree.
             new[inverse] = 1 / new[scale]
             updated += 1
     kind: Any = type(node)
@@ -208,7 +208,7 @@ def _row_scales(recipe: DelayedScaling, amax: Any, scale: Any, path: str) -> Any
             fix="give (input, kernel, gradient) of each matmul a row: [3 n, history] and [3 n, 1]",
         )
     amax = jnp.asarray(amax)
-    # The newest amax is the first one of the history.
+    # The newest amax is entry 0 of the history.
     if recipe.algorithm == "most_recent":
         remembered = amax[:, :1]
     else:

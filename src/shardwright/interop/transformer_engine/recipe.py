@@ -170,7 +170,7 @@ def autocast(
     Raises:
       LayerError: The recipe is not supported.
     """
-    # A recipe that is not used may be any, as in TransformerEngine.
+    # A recipe that is not used is not checked, as in TransformerEngine.
     own = read_recipe(recipe) if enabled else None
     resource = MeshResource() if mesh_resource is None else mesh_resource
     with settings_entered(AutocastSettings(resource=resource, recipe=own)):

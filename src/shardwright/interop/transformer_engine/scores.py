@@ -28,7 +28,7 @@ class SoftmaxFusionType(enum.Enum):
 
 
 class AttnSoftmaxType(enum.Enum):
-    """What the denominator of the softmax has besides the logits.
+    """Which term the denominator of the softmax has besides the logits.
 
     Nothing, one logit of 0, or one learned logit per head.
     """
@@ -54,8 +54,8 @@ def softmax(logits: Any, hidden: Any = None, *, offset: Any = None) -> Any:
         return jax.nn.softmax(logits, where=visible)
     offset = jnp.asarray(offset, logits.dtype)
     top = jnp.max(logits, axis=-1, keepdims=True, where=visible, initial=-jnp.inf)
-    # The maximum cancels, so its gradient is 0 except for rounding. No `stop_gradient` here:
-    # TransformerEngine has this rounding too.
+    # The maximum cancels, so its gradient is 0 except for rounding. Do not use `stop_gradient`,
+    # because TransformerEngine has this rounding too.
     top = jnp.maximum(top, offset)
     shifted = logits - top
     if visible is not None:
@@ -173,7 +173,7 @@ def attend(
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
     # Query heads of one group are neighbors, so keys are not repeated.
     grouped = query.reshape(batch, q_length, kv_heads, groups, head_dim)
-    # The name is that of TransformerEngine, for policies of remat that save by names.
+    # Use TransformerEngine's name, for remat policies that save by names.
     logits = checkpoint_name(jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key), "logits")
     logits = logits.reshape(batch, heads, q_length, kv_length)
     logits = constrain(logits, (BATCH_AXES, HEAD_AXES, None, None))
@@ -216,14 +216,14 @@ def hidden_pairs(
       kv_length: Number of keys, at the positions from 0 on.
       mask: Where it is 1, the pair is hidden too.
       start: Position of the first query. Defaults to 0, or to what the mask type says.
-      is_cached: Whether the keys are those of a cache, which is causal for every mask type.
+      is_cached: Whether the keys come from a cache, which is causal under every mask type.
     """
     takes_mask, is_causal, is_at_end = MASK_TYPES[config.mask_type]
-    # At the bottom right the last query sees all keys.
+    # Under "bottom_right", the last query sees all keys.
     first: Any = kv_length - q_length if is_at_end else 0
     if start is not None:
         first = start
-    # Positive for keys after the query.
+    # This is positive for keys after the query.
     distance = jnp.arange(kv_length)[None] - (jnp.arange(q_length) + first)[:, None]
     left, right = (-1, -1) if config.window is None else config.window
     rules = []
@@ -237,7 +237,7 @@ def hidden_pairs(
     for rule in rules:
         hidden = rule if hidden is None else hidden | rule
     hidden = None if hidden is None else hidden[None, None]
-    # TransformerEngine ignores the mask of "causal", unless a window makes it build one.
+    # TransformerEngine ignores the mask under "causal", unless there is a window.
     if mask is not None and (takes_mask or (is_causal and config.window is not None)):
         own = jnp.asarray(mask) == 1
         hidden = own if hidden is None else hidden | own

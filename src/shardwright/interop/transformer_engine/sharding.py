@@ -79,7 +79,7 @@ class MeshResource:
     Attributes:
       dp_resource: Data parallelism.
       tp_resource: Tensor parallelism of heads and hidden dims.
-      tpsp_resource: The same, and of the sequence too. It excludes `tp_resource`.
+      tpsp_resource: Tensor parallelism that also shards the sequence. It excludes `tp_resource`.
       fsdp_resource: Batch and weights. If its mesh axis has more than one device, the batch is
         sharded over it instead of over `dp_resource`.
       pp_resource: Layers.
@@ -98,7 +98,7 @@ class MeshResource:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AutocastSettings:
-    """What the contexts of this bridge set for a thread.
+    """The settings that contexts of this bridge make for a thread.
 
     Attributes:
       resource: The `MeshResource`, or None.
@@ -195,7 +195,7 @@ def mesh_axes_of_names() -> dict[str, str | None]:
     if mesh is None or set(_manual_axes()) == set(mesh.axis_names):
         return {}
     resource = global_mesh_resource()
-    # Also the axes that no name uses: a misspelled one should not wait until it is used.
+    # Check axes that no name uses too, so that a misspelled axis is found before it is used.
     for axis in dataclasses.astuple(resource):
         _size(mesh, axis)
     is_sharded = _size(mesh, resource.tpsp_resource) > 1
@@ -246,7 +246,7 @@ def extend_logical_axis_rules(
     known = mesh_axes_of_names()
     for name, axis in known.items():
         given = [value for own, value in pairs if own == name]
-        # TransformerEngine asserts that a rule for one of its names agrees, too.
+        # TransformerEngine also asserts that a rule for one of its names agrees.
         if given not in ([], [axis]):
             raise AxisConflictError(
                 f"the rules map {name!r} to {', '.join(map(repr, given))}, and the MeshResource to "
@@ -286,7 +286,7 @@ def constrain(x: jax.Array, names: Sequence[str | None] | None) -> jax.Array:
         placed: jax.Array = manager.shard(x, tuple(_axis_of(name) for name in names))
         return placed
     table = mesh_axes_of_names()
-    # "" is no name of the table, so a dim without a name is not sharded.
+    # "" is not a name of the table, so a dim without a name is not sharded.
     return _constrain_to_spec(x, PartitionSpec(*(table.get(name or "") for name in names)))
 
 

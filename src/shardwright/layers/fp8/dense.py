@@ -54,13 +54,13 @@ def dense(
     """Return `x @ kernel + bias` of each kernel, computed in fp8.
 
     Each kernel is quantized as it is stored, then gathered: FSDP moves one byte per element. The
-    residuals for the backward pass are fp8 operands, the kernels as they are stored.
+    residuals for the backward pass are the fp8 operands, with kernels as they are stored.
 
     Args:
       x: `[..., *inputs]`.
       kernels: `[*inputs, *outputs]` by name: `stored(value, spec)`, which is gathered, or an array.
       recipe: A recipe or its name.
-      use: Of delayed scaling, what `uses` returns for these kernels.
+      use: For delayed scaling: the result of `uses` for these kernels.
       biases: `[*outputs]` by name. Defaults to none.
       out: Annotation of each result. Without it, the compiler decides how it is sharded.
       axes: Annotation of `x`, for the messages about blocks.
@@ -140,8 +140,8 @@ def static_call(
             out=own_out,
             weight=kernel.weight if is_stored else None,
             dtype=jnp.dtype(value.dtype),
-            # The backward pass keeps the quantized kernel alone, so what it needs of the kernel's
-            # type is read here.
+            # The backward pass keeps only the quantized kernel, so read here what it needs of the
+            # kernel's type.
             varying=_jax.varying_axes(value),
             gathered=gathered,
             out_entries=entries,
@@ -189,8 +189,8 @@ _dense.defvjp(_forward, _backward)
 def _one_per(amax: Any) -> Any:
     """Return 1, as a value that depends on `amax`.
 
-    Each use adds 1 to the counter of its leaf. `vmap` sums only what depends on the example, so a
-    constant would stay 1 where the largest values are summed.
+    Each use adds 1 to the counter of its leaf. `vmap` sums only values that depend on the example.
+    A constant would stay 1 although the largest values are summed.
     """
     return jnp.where(amax >= 0, jnp.float32(1), jnp.float32(1))
 

@@ -9,9 +9,9 @@ With one scale per tensor, the backward pass uses the fp8 operands of the forwar
 lie along the contracted dim, and each of the three matmuls contracts another dim. So with blocks
 the forward pass quantizes each operand twice.
 
-The residuals are fp8 operands, the kernels as they are stored. The backward pass gathers them
-again. A matmul is computed in the dtype of its result (float32 for float16, which would overflow),
-and multiplied by the inverse scales after it; sums over devices have that dtype too.
+The residuals are fp8 operands, with kernels as they are stored. The backward pass gathers the
+kernels again. A matmul is computed in the dtype of its result (for float16, in float32, to avoid
+overflow), and then multiplied by the inverse scales. Sums over devices have that dtype too.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ def _scale(call: Fp8Call, x: Any, given: Any, form: str) -> tuple[Any, Any]:
     """Return the largest absolute value of an array, and its scale; Nones for blocks."""
     if call.blocks:
         return None, None
-    # The amax is that of the array before it saturates, also if an older scale is used. So the
-    # scales of later steps can follow values that this one clips.
+    # The amax is taken before the array saturates, also if an older scale is used. So the scales of
+    # later steps can follow values that are clipped in this step.
     amax = largest_absolute(x, pipeline=call.pipeline)
     return amax, scale_of(amax, form) if given is None else given
 
@@ -288,7 +288,7 @@ def _multiply(
       out: Annotation of the result.
       entries: Its spec over Explicit axes, if it has no annotation.
     """
-    # Operands go up to 448 or 57,344, so sums of their products leave the range of float16.
+    # Operands reach 448 or 57,344, so sums of their products exceed the range of float16.
     dtype = jnp.dtype(jnp.float32) if call.dtype == jnp.float16 else call.dtype
     numbers = (dims, ((), ()))
     # Each block of the contracted dim has a scale of its own, so the scales cannot be taken out of
@@ -300,8 +300,8 @@ def _multiply(
         spec = None if entries is None else PartitionSpec(*entries)
         y = jax.lax.dot_general(a, b, numbers, preferred_element_type=dtype, out_sharding=spec)
     if not call.blocks:
-        # The product of the scales may be no float32 although the result is one. In this order
-        # nothing overflows that the result does not, and what underflows is too small to matter.
+        # The product of the scales may overflow although the result does not. In this order, a step
+        # overflows only if the result does, and values that underflow are too small to matter.
         small, large = (pick(left.scale, right.scale) for pick in (jnp.minimum, jnp.maximum))
         y = y * small * large
     return y.astype(call.dtype)

@@ -82,7 +82,7 @@ def pipeline_axes() -> tuple[str, ...]:
 def scale_of(amax: Any, dtype: Any, *, margin: int = 0, old: Any = None) -> jax.Array:
     """Return `largest / amax / 2^margin`, or `old` where amax is 0 or not finite.
 
-    A quotient above the largest float32 becomes that number, as in TransformerEngine's
+    A quotient above the largest float32 becomes the largest float32, as in TransformerEngine's
     `compute_scale_from_amax`.
 
     Args:
@@ -99,7 +99,7 @@ def scale_of(amax: Any, dtype: Any, *, margin: int = 0, old: Any = None) -> jax.
 
 
 def quantize_tensor(x: Any, scale: Any, dtype: Any) -> Scaled:
-    """Quantize an array with a given scale, a float32 scalar; at most 2^126 of it is used."""
+    """Quantize an array with a given scale, a float32 scalar that is limited to 2^126."""
     limit, scale = largest(dtype), jnp.minimum(scale, _MOST)
     value = jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
     return Scaled(value=value, scale=1.0 / scale, dim=None)
@@ -128,7 +128,7 @@ def dequantize(x: Scaled, dtype: Any) -> Any:
         return (x.value.astype(jnp.float32) * x.scale).astype(dtype)
     exponent = jnp.expand_dims(x.scale.astype(jnp.uint32), x.dim + 1)
     factor = jnp.where(exponent == _NAN, jnp.nan, _with_exponent(jnp.maximum(exponent, 1)))
-    # 2^-127 is subnormal, and backends flush it to zero: it is 2^-1 times 2^-126.
+    # 2^-127 is subnormal, and backends flush it to zero, so multiply by 2^-1 and by 2^-126.
     wide = _split(x.value, x.dim).astype(jnp.float32) * jnp.where(exponent == 0, 0.5, 1.0) * factor
     return _joined(wide, x.value, x.dim).astype(dtype)
 
@@ -142,8 +142,8 @@ def _round_up(scale: Any) -> jax.Array:
     # float32 has 8 bits of exponent and 23 of mantissa. The next power of two has the next
     # exponent.
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    # A subnormal number is mantissa * 2^-149, so 0x400000 is 2^-127. What is above it, but has
-    # exponent 0, becomes 2^-126.
+    # A subnormal number is mantissa * 2^-149, so 0x400000 is 2^-127. A larger number with exponent
+    # 0 becomes 2^-126.
     small = (exponent == 0) & (mantissa <= 0x400000)
     up = (mantissa > 0) & (exponent < _NAN) & ~small
     return exponent + up.astype(jnp.uint32)

@@ -11,14 +11,14 @@
     scaling = fp8.update(config.recipe, scaling, seen, sent)
 
 The forward pass returns the largest values of activations and kernels as `seen`. The largest value
-of a gradient is known only in the backward pass, which can return nothing but gradients. So it is
-the gradient of the channel, with a counter beside it that is 1.
+of a gradient is known only in the backward pass, which can return nothing but gradients. So the
+gradient of the channel holds this value, and a counter of 1.
 
-JAX sums gradients. If one leaf of the channel takes part in several uses, its gradient is a sum of
-largest values, which has no meaning; the counter is then not 1, and the update refuses it. So each
-use (trip of a scan, microbatch, example of a `vmap`, call) has a leaf of its own: the channel has
-leading dims, as `seen` has. The update takes the maximum over these dims, then steps each history
-and scale once.
+JAX sums gradients. If several uses share one leaf of the channel, its gradient is a sum of largest
+values, which has no meaning. The counter is then not 1, and the update refuses the gradient. So
+each use (trip of a scan, microbatch, example of a `vmap`, call) has a leaf of its own: the channel
+has leading dims, as `seen` has. The update takes the maximum over these dims, then updates each
+history and scale once.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DenseScaling:
       x: Of the input.
       kernels: Of each kernel.
       grads: Of the gradient of each result.
-      counts: 1 for each matmul if the last update was valid, else its counter.
+      counts: For each matmul, 1 if the last update was valid, else its counter.
     """
 
     x: TensorScaling
@@ -212,11 +212,11 @@ def stack(*reports: Any) -> Any:
 
 
 def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
-    """Step each history and scale once, from the reports of all uses since the last update.
+    """Update each history and scale once, from the reports of all uses since the last update.
 
-    A matmul in no backward pass has a counter of 0: its layer is frozen, or was skipped. The scale
-    and the history of its gradient stay; those of its input and kernel too, if the largest value of
-    all uses is 0, as it is without a forward pass.
+    A matmul without a backward pass has a counter of 0: its layer is frozen, or was skipped. The
+    scale and the history of its gradient then stay. Those of its input and kernel stay if the
+    largest value of all uses is 0, as it is without a forward pass.
 
     Args:
       recipe: The recipe.
@@ -236,8 +236,8 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
         return {name: _worst(own.count, state.counts[name]) for name, own in sent.items()}
 
     leaves = jax.tree.leaves(_map(counters, scaling, sent))
-    # If all counters are 0, the caller did not differentiate by the channel. They stay 0 then, and
-    # `check` refuses them.
+    # If all counters are 0, the caller did not differentiate by the channel. The counters then stay
+    # 0, and `check` refuses them.
     trained = jnp.stack([jnp.max(count) for count in leaves]).max() > 0 if leaves else True
 
     def of(state: DenseScaling, seen: DenseSeen, sent: dict[str, Channel]) -> DenseScaling:
@@ -281,11 +281,10 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
 
 
 def step(recipe: DelayedScaling, state: TensorScaling, amax: Any, dtype: Any) -> TensorScaling:
-    """Step the scaling of one tensor.
+    """Update the scaling of one tensor.
 
     `amax` takes entry 0 of the history; the new scale follows the history; then the history rolls
-    by one, and entry 0 becomes 0. Where the amax of the history is 0 or not finite, the scale
-    stays.
+    by one, and entry 0 becomes 0. If the amax of the history is 0 or not finite, the scale stays.
 
     Args:
       recipe: The recipe.
@@ -357,8 +356,8 @@ def _over_uses(reduce: Callable[..., Any], values: Any, like: Any) -> Any:
 
 def _worst(counts: Any, like: Any) -> Any:
     """Return the counter of all uses: 0 or 1, or the largest that is neither."""
-    # A maximum alone would hide 1/2, which an average of gradients makes, behind the 1 of another
-    # use.
+    # A maximum alone would hide a counter of 1/2, the result of averaged gradients, behind the 1 of
+    # another use.
     wrong = jnp.where((counts != 0) & (counts != 1), counts, 0.0)
     worst = _over_uses(jnp.max, wrong, like)
     return jnp.where(worst > 0, worst, _over_uses(jnp.max, counts, like))

@@ -121,8 +121,8 @@ def scatter(manager: Any, grad: Any, like: Any, weight: StoredKernel) -> Any:
     def gathered(value: Any) -> Any:
         return manager.gather(value, weight.axes, path=weight.path, shape=weight.shape)
 
-    # The transpose of the gather itself, so that both follow the same rules. The forward value is
-    # not used, and XLA removes it.
+    # Transpose the gather itself, so that both follow the same rules. The forward value is not
+    # used, and XLA removes it.
     (scattered,) = jax.vjp(gathered, like.astype(grad.dtype))[1](grad)
     return scattered
 
@@ -165,7 +165,8 @@ def check_blocks(
       mode: Runtime mode.
       path: Path of a weight.
       array: The array. Without an annotation, its sharding over Explicit axes counts.
-      shards: The same over Auto axes. Without all three the dim counts as whole.
+      shards: Mesh axes of the array over Auto axes. If all three are missing, the dim counts as
+        whole.
 
     Raises:
       LayerError: It is not. The error names the dim and the mesh axes.

@@ -210,8 +210,8 @@ def apply(
             # This refuses tokens that all shards share: each shard would send them.
             x = manager.shard(x, _token_axes(x.shape), mode=mode)
         dispatch = explain(config, x.shape, mode=mode)
-        # This takes FSDP's axes off the weights. The axes that are left, such as those of EXPERT,
-        # enter the `shard_map` by `_USED_AS`.
+        # This gathers the weights over FSDP's mesh axes. The remaining mesh axes, such as those of
+        # EXPERT, enter the `shard_map` by `_USED_AS`.
         params = manager.gather(params, specs(config), path=path, mode=mode)
         y, sums = _over_shards(config, dispatch, manager, params, state.bias, x, valid, mode)
     whole = dispatch.own_tokens * dispatch.senders
@@ -246,7 +246,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
             "the strategy shards EMBED of activations, and a router needs whole tokens",
             fix='write embed = "-" under [rules]',
         )
-    # Over a mesh axis of size 1 there is nothing to send or to sum, so it does not choose the way.
+    # A mesh axis of size 1 needs no sending and no sum, so it has no influence on the choice.
     token_axes = tuple(axis for dim in token_dims for axis in dim.mesh_axes if sizes[axis] > 1)
     expert_axes = tuple(axis for axis in experts.decisions[0].mesh_axes if sizes[axis] > 1)
     hidden_axes = tuple(axis for axis in experts.decisions[2].mesh_axes if sizes[axis] > 1)
@@ -343,7 +343,7 @@ def _check_capacity(
 def _check_shared(
     config: MoEConfig, manager: PartitionManager, mode: str | None, hidden_axes: tuple[str, ...]
 ) -> None:
-    """Check that the shared experts are sharded as the routed ones: one sum adds up both."""
+    """Check that the shared experts are sharded like the routed ones: one sum adds both."""
     if not config.shared:
         return
     wide = config.shared * config.hidden

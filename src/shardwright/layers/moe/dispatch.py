@@ -72,7 +72,7 @@ def assign_rows(picked: Any, *, experts: int) -> ExpertSlots:
 
 
 def _outside(total: int, flat: Any) -> Any:
-    """Return a place of its own for each copy: the indices of the scatter must be unique."""
+    """Return a distinct place for each copy, because the indices of the scatter must be unique."""
     return total + jnp.arange(flat.size, dtype=jnp.int32)
 
 
@@ -83,8 +83,8 @@ def _rank(flat: Any, experts: int) -> tuple[Any, Any]:
     # run.
     order = jnp.argsort(flat, stable=True)
     place = jnp.arange(flat.size, dtype=jnp.int32)
-    # The scatter inverts the permutation `order`: from "which copy is at this place" to "which
-    # place has this copy".
+    # The scatter inverts the permutation `order`: `order` has the copy of each place, and the
+    # result has the place of each copy.
     return load, jnp.zeros_like(flat).at[order].set(place)
 
 

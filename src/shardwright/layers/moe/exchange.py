@@ -2,8 +2,8 @@
 
 `slots` is an all-to-all of all slots, free ones too. `ragged` sends only the rows that tokens fill:
 the devices tell each other how many (an all-gather of one number per expert), and then each sends
-its rows as one `jax.lax.ragged_all_to_all`. XLA for CPU does not have that collective. Its twin
-here pads the rows for each receiver, sends them as an all-to-all, and gives equal results.
+its rows as one `jax.lax.ragged_all_to_all`. XLA for CPU does not have that collective. On CPUs, its
+*twin* pads the rows for each receiver, sends them as an all-to-all, and gives equal results.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def plan_routes(loads: Any, device: Any) -> tuple[ExpertRoute, ExpertRoute]:
     in_sender = jnp.cumsum(sizes, axis=1) - sizes
     in_receiver = jnp.cumsum(sizes, axis=0) - sizes
     # `output_offsets` are places in the buffers of the receivers, as `jax.lax.ragged_all_to_all`
-    # wants them. So a sender must know the loads of all others.
+    # wants them. So a sender must know the loads of all other senders.
     forth = ExpertRoute(
         input_offsets=in_sender[device],
         send_sizes=sizes[device],
@@ -126,7 +126,7 @@ def plan_routes(loads: Any, device: Any) -> tuple[ExpertRoute, ExpertRoute]:
         recv_sizes=sizes[:, device],
         recv_offsets=in_receiver[:, device],
     )
-    # The way back swaps senders and receivers: the same sizes and places, transposed.
+    # The route back swaps senders and receivers: its sizes and places are transposed.
     back = ExpertRoute(
         input_offsets=in_receiver[:, device],
         send_sizes=sizes[:, device],
@@ -182,7 +182,7 @@ def by_expert(counts: Any, rows: int) -> Any:
 
 
 # JAX has a transpose of this collective, but it sends both offsets by all-to-alls of their own. The
-# way back is planned already, so the gradient sends nothing but rows.
+# route back is planned already, so the gradient sends only rows.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def send(
     rows: Any,
@@ -246,7 +246,7 @@ def padded_all_to_all(rows: Any, empty: Any, route: ExpertRoute, axes: Any, *, m
     # [receivers, most, embed]; the index `rows.shape[0]` is outside, so `get` fills with 0.
     chunks = rows.at[places].get(mode="fill", fill_value=0)
     chunks = jax.lax.all_to_all(chunks, axes, split_axis=0, concat_axis=0, tiled=True)
-    # A place of its own for each row that is not received: the indices of the scatter are unique.
+    # Each row that is not received gets a distinct place, so the indices of the scatter are unique.
     spare = empty.shape[0] + jnp.arange(chunks.shape[0] * most).reshape(chunks.shape[:2])
     is_received = step < route.recv_sizes[:, None]
     targets = jnp.where(is_received, route.recv_offsets[:, None] + step, spare)

@@ -50,7 +50,7 @@ def route(config: MoEConfig, router: Any, bias: Any, x: Any, is_token: Any = Non
     )
     if config.score == "softmax":
         scores = probabilities = jax.nn.softmax(logits)
-        logs = logits  # of the scores, except for a summand that all of them have
+        logs = logits  # logarithms of the scores, up to a common summand
     else:
         scores, logs = jax.nn.sigmoid(logits), jax.nn.log_sigmoid(logits)
         probabilities = shares(scores, logs)
@@ -58,7 +58,7 @@ def route(config: MoEConfig, router: Any, bias: Any, x: Any, is_token: Any = Non
     _, experts = jax.lax.top_k(_in_best_groups(config, preferred), config.per_token)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.normalize and config.score == "softmax" and bias is None:
-        weights = weights / weights.sum(-1, keepdims=True)  # the best scores, so never tiny
+        weights = weights / weights.sum(-1, keepdims=True)  # best scores, so never tiny
     elif config.normalize:
         weights = shares(weights, jnp.take_along_axis(logs, experts, axis=-1))
     squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
@@ -79,11 +79,12 @@ def shares(scores: Any, logs: Any) -> Any:
 
     The sigmoid of -104 is 0 in float32, and 0 / 0 is NaN. Below about -44 the gradient has the
     square of such a sum, which underflows too. Where the sum is below 2^-40, the same ratio is
-    computed from the logarithms. (DeepSeek-V3 adds 1e-20 to the sum: weights near 0 there.)
+    computed from the logarithms. (DeepSeek-V3 adds 1e-20 to the sum, which gives weights near 0 in
+    this case.)
 
     Args:
       scores: [tokens, n] float32, not negative.
-      logs: Their logarithms; a summand that all of a token have does not matter.
+      logs: The logarithms of the scores, up to a summand per token.
     """
     total = scores.sum(-1, keepdims=True)
     is_tiny = total < 2.0**-40

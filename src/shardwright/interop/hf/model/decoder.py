@@ -46,7 +46,7 @@ from shardwright.vocabulary.axes import (
 TOKENS = (BATCH, QUERY_LENGTH)
 LAST = (BATCH, EMPTY, VOCAB)  # logits of the last token
 MODES = ("train", "prefill", "decode")
-# A plan depends on shapes alone, so these may have any value.
+# A plan depends only on shapes, so these may have any value.
 _RATE, _DECAY, _SQUARE_DECAY, _EPSILON = 1e-4, 0.9, 0.95, 1e-8
 
 
@@ -101,7 +101,7 @@ def _router_bias(stack: Stack) -> ArraySpec:
 
 
 def decoder_specs(sizes: Sizes, *, stacked: bool) -> dict[str, Any]:
-    """Return the parameters as `ArraySpec`s: of each layer, or stacked for a scan.
+    """Return the parameters as `ArraySpec`s: per layer, or stacked for a scan.
 
     With `stacked`, each stack has a tree for each layer of its pattern, with a leading dim LAYERS,
     and one for each layer after the last whole pattern.
@@ -230,7 +230,8 @@ class Decoder:
         def mean_loss(params: Any) -> Any:
             x = self.scanned(params["layers"], self.start(params, tokens))
             x = self.end(params, x)
-            # The last label is the first token: a plan needs shapes, and not a right loss.
+            # The last label is the first token, because a plan needs only shapes, not a correct
+            # loss.
             labels = jnp.roll(tokens, -1, axis=1)
             options: dict[str, Any] = {"tied": self.sizes.tied, "dtypes": self.sizes.dtypes}
             options["softcap"] = self.sizes.softcap
@@ -276,7 +277,7 @@ class Decoder:
             )
         x = self.start(params, tokens)
         written = []
-        # All layers have the same lengths, so rotary positions are computed once, not once a layer.
+        # All layers have the same lengths, so compute rotary positions once and not per layer.
         length: Any = next((cache.length for cache in caches if isinstance(cache, KVCache)), None)
         layers = zip(self.numbered(), params["layers"], caches, strict=True)
         for (stack, number), w, cache in layers:

@@ -119,7 +119,7 @@ def apply(
     rows = norm.apply(norm.RMS, w["down_norm"], both[..., : config.rank])
     # One rotated key for all heads, as a head of size 1.
     k_rope = rope(both[..., None, config.rank :], positions)
-    # Of the whole head, although the latent is longer.
+    # The scale is that of the whole head, although the latent is longer.
     scale = config.head_dim**-0.5
     if cache is None:
         k = einsum("bsr,rhd->bshd", rows, w["key"], out=QUERIES)
@@ -141,7 +141,7 @@ def apply(
         mixed = dot_product_attention(
             q, cache, cache[..., : config.rank], causal=q.shape[1] > 1, scale=scale
         )
-        # The mean of latents becomes the mean of values.
+        # Project the weighted mean of latents to the weighted mean of values.
         mixed = einsum("bshr,rhd->bshd", mixed, w["value"], out=QUERIES)
     mixed = place(mixed.astype(config.dtypes.compute), QUERIES)
     return einsum("bshd,hde->bse", mixed, w["out"], out=RESIDUAL), cache
@@ -150,8 +150,8 @@ def apply(
 def positions_of(x: Any) -> jax.Array:
     """Return positions that depend on `x`, so that a trace computes masks inside of each layer.
 
-    JAX moves what does not depend on parameters out of a layer with remat. It would keep the masks
-    of blockwise attention for all layers: as many bytes as the logits.
+    JAX moves computations that do not depend on parameters out of a layer with remat. It would keep
+    the masks of blockwise attention for all layers, with as many bytes as the logits.
     """
     positions, _ = jax.lax.optimization_barrier((jnp.arange(x.shape[1]), x))
     return jnp.broadcast_to(positions, x.shape[:2])

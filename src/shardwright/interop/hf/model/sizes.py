@@ -94,7 +94,7 @@ def _norm(config: Config) -> NormConfig:
 
 
 def _activations(config: Config) -> tuple[str, str]:
-    """Return the activations of the gate and of the other matmul.
+    """Return the activations of the gate and of the other up projection.
 
     Raises:
       StrategyError: The activation of the gate is not one of these.
@@ -122,7 +122,7 @@ def _attention(config: Config, **options: Any) -> AttentionConfig:
         embed=embed,
         heads=heads,
         kv_heads=config.number("num_key_value_heads", heads),
-        # Newer configurations state it, since it need not be embed ÷ heads: Gemma has 256.
+        # Newer configurations state it, because it may differ from embed ÷ heads: Gemma has 256.
         head_dim=config.size("head_dim") or embed // heads,
         norm=own,
         dtypes=config.dtypes,
@@ -198,7 +198,7 @@ _THETAS: Final = MappingProxyType(
     {"gemma3": 1e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}
 )
 _LOCAL, _GLOBAL, _CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
-# The others ignore `sliding_window`.
+# Other families ignore `sliding_window`.
 _WINDOWED: Final = frozenset(
     {"mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", *_EVERY}
 )
@@ -231,7 +231,7 @@ def _with_patterns(config: Config, stack: Stack, differs: list[str]) -> tuple[St
     def repeats(period: int) -> bool:
         return all(kind == kinds[at % period] for at, kind in enumerate(kinds))
 
-    # The smallest period. A scan runs one whole pattern in each step.
+    # Find the smallest period: a scan runs one whole pattern in each step.
     period = next(filter(repeats, range(1, stack.layers + 1)))
     if 1 < period <= _LONGEST_PERIOD:
         pattern = tuple(of_kind[kind] for kind in kinds[:period])
@@ -279,8 +279,8 @@ def _rope(config: Config, kind: str, head_dim: int, differs: list[str]) -> float
     """Return the rotary frequencies of a kind of layer.
 
     `rope_parameters` is the newer name of `rope_scaling` and `rope_theta`. It may have a mapping
-    for each kind of layer. If the type of scaling is unknown, or a value is missing, the base alone
-    is returned, and `differs` says so: a plan does not depend on the angles.
+    for each kind of layer. If the type of scaling is unknown, or a value is missing, only the base
+    is returned, with a note in `differs`. A plan does not depend on the angles.
     """
     values = config.values
     scaling = {**config.mapping("rope_scaling"), **config.mapping("rope_parameters")}
@@ -363,7 +363,7 @@ def gemma(config: Config) -> Sizes:
         bias=config.flag("attention_bias"),
         qk_norm=config.family.startswith("gemma3"),
         softcap=config.real("attn_logit_softcapping"),
-        # Gemma 1 scales by head_dim, and the later ones by a size of their own.
+        # Gemma 1 scales by head_dim, and later versions by a separate size.
         scale=None if first else (config.real("query_pre_attn_scalar") or 256.0) ** -0.5,
     )
     stack = Stack(
@@ -423,7 +423,7 @@ def deepseek(config: Config) -> Sizes:
             f"{config.source}: experts are not in every layer after the first dense ones",
             fix="write the model as file.py:function",
         )
-    # V3 picks experts by scores plus `e_score_correction_bias`; V2 has neither.
+    # V3 picks experts by scores plus `e_score_correction_bias`; V2 has no such bias.
     has_bias = config.text("scoring_func") == "sigmoid"
     moe_block = _moe_block(
         config,

@@ -38,7 +38,7 @@ _STRATEGIES = ("DEFAULT", "ALL_GATHER", "ALLGATHER", "RING")
 
 
 def check_supported(module: Any, *given: Any) -> None:
-    """Refuse what only fused kernels have.
+    """Refuse features that only fused kernels have.
 
     Raises:
       AttentionError: A field or an argument asks for context parallelism or a function of scores.
@@ -113,7 +113,7 @@ class DotProductAttention(Module):  # type: ignore[misc]
       num_gqa_groups: Heads of keys and values. Defaults to `num_attention_heads`.
       attention_dropout: Probability of dropping a weight.
       attn_mask_type: "no_mask", "padding", "causal", "padding_causal", or one of the last two with
-        "_bottom_right", where the last query is at the last key.
+        "_bottom_right" appended: the last query is then at the last key.
       attn_bias_type: "no_bias", "pre_scale_bias" or "post_scale_bias". Defaults to
         "post_scale_bias" if there is a bias.
       dtype: Deprecated. Attention runs in the dtype of the inputs.
@@ -211,7 +211,7 @@ class DotProductAttention(Module):  # type: ignore[misc]
 
     def _backend_name(self) -> str:
         """Return the name under which a checkpoint has the parameter of the softmax."""
-        # Checkpoints of TransformerEngine on a GPU have the name of its fused backend.
+        # Checkpoints that TransformerEngine wrote on a GPU have the name of its fused backend.
         fused = "_FusedDotProductAttention_0"
         is_fused = fused in self.variables.get("params", {})
         return fused if is_fused else "_UnfusedDotProductAttention_0"
@@ -319,7 +319,7 @@ def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any
             is_cached=True,
         )
     )
-    # A bias for all positions: this call has the rows of its own tokens.
+    # If the bias covers all positions, take the rows of the tokens of this call.
     if bias is not None and exists and bias.shape[2] == key.shape[dim]:
         bias = jax.lax.dynamic_slice_in_dim(bias, start, count, axis=2)
     return [query, key, value], mask, bias
@@ -329,7 +329,7 @@ def _written(stored: Any, rows: Any, start: Any, dim: int) -> Any:
     """Return the stored rows with new rows from a position on, sharded like the new rows."""
     sharding = jax.typeof(rows).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:
-        # Over Explicit axes an update must have the sharding of what it updates.
+        # Over Explicit axes, an update must have the sharding of the updated array.
         stored = jax.sharding.reshard(stored, sharding)
     return jax.lax.dynamic_update_slice_in_dim(stored, rows.astype(stored.dtype), start, dim)
 

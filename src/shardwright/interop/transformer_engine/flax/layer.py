@@ -46,7 +46,7 @@ class TransformerLayerType(enum.Enum):
     DECODER = "decoder"
 
 
-# Fields that both attentions have under the same name.
+# Fields that self-attention and cross-attention have under the same name.
 _SAME = (
     *("num_attention_heads", "num_gqa_groups", "attention_dropout", "dropout_rng_name", "dtype"),
     *("layernorm_type", "layernorm_epsilon", "zero_centered_gamma", "use_bias", "bias_init"),
@@ -87,7 +87,7 @@ def cross_attention_of(
     if start is not None:
         fields["start"] = start
     if start is not None and layer.window_size is not None and mask is not None:
-        # The window of the attention itself is relative to its first row.
+        # The attention module counts its window from its first row.
         lengths = [each.shape[0 if layer.transpose_batch_sequence else 1] for each in inputs]
         config = ScoreConfig(mask_type="padding", window=layer.window_size)
         mask = hidden_pairs(config, *lengths, mask=mask, start=start)
@@ -100,7 +100,7 @@ def self_attention_of(layer: Any, name: str) -> MultiHeadAttention:
     return attention_of(
         layer,
         name,
-        # Norm before the layer, or after it: not both.
+        # The norm is before the layer or after it, not both.
         input_layernorm=not layer.output_layernorm,
         attn_mask_type=layer.self_attn_mask_type,
         attn_bias_type=layer.self_attn_bias_type,
@@ -344,13 +344,13 @@ class TransformerLayer(Module):  # type: ignore[misc]
         check(self, inputs, encoded, decode)
         is_encoder = self.layer_type is TransformerLayerType.ENCODER
         length = inputs.shape[0 if self.transpose_batch_sequence else 1]
-        # The bias of positions needs all positions of the cache, and not only the new token.
+        # The position bias needs all positions of the cache, not only that of the new token.
         length = max_decode_length if decode and max_decode_length else length
         bias = bias_of_positions(self, length, is_encoder=is_encoder)
         names, keep_normed = residual_names(self), self.apply_residual_connection_post_layernorm
         branch: dict[str, Any] = {"deterministic": deterministic, "drop_path": self.drop_path}
         x = constrain(inputs, names)
-        # Read before the attention creates or moves it.
+        # Read the position before the attention creates or changes it.
         cache = self.variables.get("cache", {}).get("self_attention", {})
         start = cache.get("cache_index", 0) if decode else None
         y, normed = self_attention_of(self, "attention" if is_encoder else "self_attention")(
@@ -370,7 +370,7 @@ class TransformerLayer(Module):  # type: ignore[misc]
                 self, (x, encoded), encoder_decoder_mask, start=start
             )
             y, normed = attention(x, encoded, mask, deterministic=deterministic)
-            # TransformerEngine does not drop the path of cross-attention.
+            # TransformerEngine does not apply `drop_path` to cross-attention.
             x = add(self, y, normed if keep_normed else x, deterministic=deterministic)
         x = constrain(x, names)
         y, normed = mlp_of(self)(x, deterministic=deterministic)

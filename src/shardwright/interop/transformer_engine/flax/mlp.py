@@ -30,7 +30,7 @@ from shardwright.interop.transformer_engine.flax.module import (
 from shardwright.interop.transformer_engine.sharding import constrain
 from shardwright.layers.activation import ACTIVATIONS, Clamp, check_names, gated
 
-# TransformerEngine fuses these pairs. It also fuses the first of each pair alone, but not
+# TransformerEngine fuses these pairs. It also fuses a single first activation of a pair, except
 # "clamped_silu".
 _FUSED_PAIRS = (
     ("clamped_silu", "clamped_linear"),
@@ -55,16 +55,16 @@ def activations_of(activations: Any) -> tuple[str | Callable[[Any], Any], ...]:
     for each in listed:
         if isinstance(each, str) and each not in ACTIVATIONS and not hasattr(nn, each):
             check_names((each,))
-    # TransformerEngine normalizes the order too, so that checkpoints fit either spelling.
+    # TransformerEngine normalizes the order too, so that a checkpoint fits both orders.
     return listed[::-1] if listed[0] in ("linear", "clamped_linear") else listed
 
 
 def exchanges_gradients(module: Any, activations: tuple[Any, ...]) -> bool:
     """Tell whether the states of the two gradients are stored under each other's names.
 
-    TransformerEngine does so where it fuses norm, matmuls and activation: `grad_0` then belongs to
-    the gradient of the second matmul. This module does the same, so that the states of checkpoints
-    have the same meaning.
+    TransformerEngine does so if it fuses norm, matmuls and activation: `grad_0` then belongs to the
+    gradient of the second matmul. This module does the same, so that the states of checkpoints have
+    the same meaning.
     """
     return (
         module.enable_layernorm
@@ -208,7 +208,7 @@ class LayerNormMLP(Module):  # type: ignore[misc]
             bias_1 = parameter(self, "wi_bias", self.bias_init, inner, self.bias_axes_1)
             bias_2 = parameter(self, "wo_bias", self.bias_init, (embed,), self.bias_axes_2)
         grads = ("_1", "_0") if exchanges_gradients(self, activations) else ("_0", "_1")
-        # After the norm: over `tpsp_resource` the sequence is gathered here.
+        # Constrain after the norm: over `tpsp_resource`, the sequence is gathered here.
         x = constrain(x, self.dot_1_input_axes)
         axes = self.dot_1_input_axes, self.kernel_axes_1
         y = matmul(self, x, wi, axes=axes, name="wi_kernel", postfix="_0", grad_postfix=grads[0])

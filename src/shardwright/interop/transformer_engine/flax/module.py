@@ -64,7 +64,8 @@ def split_init(init: Any, count: int, *, sequential: bool = False) -> Any:
     inits = init if isinstance(init, list) else [init] * count
 
     def stacked(key: Any, shape: Sequence[int], dtype: Any) -> Any:
-        # `LayerNormMLP` splits a key off for each kernel, and the projection of q, k and v at once.
+        # `LayerNormMLP` splits off one key after another. The projection of q, k and v splits all
+        # keys at once.
         if sequential:
             keys = []
             for _ in range(count):
@@ -72,7 +73,7 @@ def split_init(init: Any, count: int, *, sequential: bool = False) -> Any:
                 keys.append(own)
         else:
             keys = list(jax.random.split(key, count))
-        # The last dim but one counts the kernels, and no single kernel has it.
+        # The second-last dim counts the kernels. A single kernel does not have this dim.
         each = (*shape[:-2], shape[-1])
         kernels = [one(own, each, dtype) for one, own in zip(inits, keys, strict=True)]
         return jnp.stack(kernels, axis=-2, dtype=dtype)
@@ -152,7 +153,7 @@ def matmul(
       contract: Number of dims that are contracted.
       axes: Logical names of `x` and of the kernel; Nones if they have none.
       name: Name of the kernel, for messages.
-      postfix: Tells the matmuls of one module apart.
+      postfix: Suffix that distinguishes the matmuls of one module.
       grad_postfix: The same for the gradient of the result. Defaults to `postfix`.
     """
     # Read in each call: a module is not bound to the recipe under which it was created.
@@ -180,7 +181,7 @@ def matmul(
 def _scaling(module: Any, name: str, recipe: DelayedScaling) -> TensorScaling:
     """Create or read the scale and the history of one tensor."""
     collection = NVTE_FP8_COLLECTION_NAME
-    # In a collection of its own, because an optimizer must not update it like a parameter.
+    # Keep it in a separate collection, because an optimizer must not update it like a parameter.
     scale = module.variable(collection, f"{name}_scale", jnp.ones, (1,), jnp.float32)
     history = module.variable(
         collection, f"{name}_amax_history", jnp.zeros, (recipe.history,), jnp.float32
@@ -243,8 +244,8 @@ def normalized(module: Any, x: Any, bias_init: Any, bias_axes: Axes) -> Any:
         name.removeprefix("ln_"): parameter(module, name, init, shape, axes).astype(x.dtype)
         for name, init, axes in names
     }
-    # With the factor of 1, JAX sums the terms of the gradient of x before it adds that of the
-    # residual. This is TransformerEngine's order.
+    # With the factor of 1, JAX sums the terms of the gradient of x first, and then adds the
+    # gradient of the residual. This is TransformerEngine's order.
     return norm.apply(config, params, x * 1)
 
 
@@ -287,7 +288,7 @@ class Softmax(Module):  # type: ignore[misc]
     Attributes:
       scale_factor: Factor of the logits after the bias is added.
       softmax_fusion_type: Which mask is applied: none, the given one, or a causal one.
-      softmax_type: What the denominator has besides the logits.
+      softmax_type: Which term the denominator has besides the logits.
     """
 
     scale_factor: float = 1.0
@@ -362,7 +363,7 @@ def adapted(
     features: tuple[int, ...],
     init: Any,
 ) -> Any:
-    """Add to `y` what the low-rank adaptation of its matmul gives, if the module enables it.
+    """Add the low-rank adaptation of the matmul to `y`, if the module enables it.
 
     The parameters are `lora_a_kernel`, `[*inputs, *features[:-1], rank]`, and `lora_b_kernel`,
     `[*features[:-1], rank, features[-1]]`, which starts at 0.
@@ -399,7 +400,7 @@ def contracted(axis: Any, x: Any) -> tuple[int, ...]:
     Raises:
       LayerError: A dim does not exist, or is named twice.
     """
-    # A dim that does not exist is left out here, and makes the counts below differ.
+    # Leave out a dim that does not exist, so that the counts below differ.
     dims = tuple(at % x.ndim for at in as_tuple(axis) if -x.ndim <= at < x.ndim)
     if len(set(dims)) != len(as_tuple(axis)):
         raise LayerError(
@@ -414,7 +415,7 @@ class DenseGeneral(Module):  # type: ignore[misc]
     """Multiply dims of the input with a kernel.
 
     Attributes:
-      features: Size of each dim of the result that the kernel gives.
+      features: Size of each output dim of the kernel.
       kernel_init: Initializer of `kernel`. Defaults to a truncated normal distribution with
         variance 1 / fan_in, where every dim but the last counts as an input.
       kernel_axes: Logical names of `kernel`.
@@ -462,7 +463,7 @@ class DenseGeneral(Module):  # type: ignore[misc]
         shape = (*sizes, *features)
         kernel = parameter(self, "kernel", self.kernel_init, shape, self.kernel_axes)
         x = constrain(inputs, self.input_axes)
-        # The contracted dims last, as `layers.dense` takes them.
+        # Move the contracted dims to the end, as `layers.dense` takes them.
         order = [*(at for at in range(x.ndim) if at not in axis), *axis]
         # The names move with the dims.
         names = tuple(self.input_axes[at] for at in order) if self.input_axes else None
@@ -554,7 +555,7 @@ class LayerNormDenseGeneral(Module):  # type: ignore[misc]
         y = matmul(self, x, kernel, axes=(self.dot_input_axes, self.kernel_axes))
         y = adapted(self, x, y, inputs=sizes, features=features, init=self.kernel_init)
         y = y + bias_of(self, features, y.dtype)
-        # After the bias, as in TransformerEngine.
+        # Divide after the bias is added, as in TransformerEngine.
         if self.depth_scaling is not None:
             y = y / self.depth_scaling
         return y, returned

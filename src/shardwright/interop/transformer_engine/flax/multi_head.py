@@ -67,7 +67,7 @@ def query_init_of(module: Any) -> Any:
     """Return the initializer of the kernel of the queries."""
 
     def init(key: Any, shape: Any, dtype: Any) -> Any:
-        # As in T5, where logits are not scaled: the initial queries are small instead.
+        # Do as T5: logits are not scaled, and the initial queries are small instead.
         scale = jnp.sqrt(module.head_dim).astype(module.dtype) if module.scaled_query_init else 1.0
         return module.kernel_init(key, shape, dtype) / scale
 
@@ -107,7 +107,7 @@ def split_heads(module: Any, arrays: Any, *, starts: tuple[Any, Any]) -> list[An
       arrays: Query, key and value, with their heads in one dim.
       starts: Positions of the first query and of the first key.
     """
-    # -1 is the number of heads, which may be smaller for keys and values.
+    # -1 stands for the number of heads, which may be smaller for keys and values.
     query, key, value = (array.reshape(*array.shape[:2], -1, module.head_dim) for array in arrays)
     if not module.enable_rotary_pos_emb:
         return [query, key, value]
@@ -184,7 +184,7 @@ def projected(module: Any, x: Any, x_kv: Any) -> tuple[Any, Any, Any, Any]:
         qkv, normed = LayerNormDenseGeneral(
             (3, sizes[0]), kernel_init=init, name="qkv", **joined, **norm
         )(x)
-        # The names of TransformerEngine, for policies of remat that save by names.
+        # Use TransformerEngine's names, for remat policies that save by names.
         qkv = checkpoint_name(qkv, "combined_qkv_proj")
         return qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :], normed
     if is_fused:
@@ -282,7 +282,7 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
       dtype: Dtype of the parameters.
       fuse_qkv_params: Whether the kernels of query, key and value are one parameter. In
         cross-attention, or if `num_gqa_groups` is smaller than `num_attention_heads`, only the
-        kernels of key and value are.
+        kernels of key and value are one parameter.
       transpose_batch_sequence: As in `DotProductAttention`.
       enable_sequence_parallel: Whether the input is sharded over the sequence.
       scale_attn_logits: Whether logits are divided by `sqrt(head_dim)`.
@@ -363,12 +363,12 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
     ) -> tuple[Any, Any]:
         """Return the output, and the output of the norm or None."""
         check_inputs_of(self, inputs_q, inputs_kv, score_mod_tensors, score_mod_bprop_tensors)
-        # By identity, as in TransformerEngine: equal arrays are not self-attention.
+        # Compare identity, as TransformerEngine does: equal arrays are not self-attention.
         is_self = inputs_q is inputs_kv
         names = (*leading(self, is_sharded=self.enable_sequence_parallel), HIDDEN_AXES)
         x = constrain(inputs_q, names)
         *arrays, normed = projected(self, x, None if is_self else inputs_kv)
-        # Rotary positions go on where the cache ends.
+        # Rotary positions continue where the cache ends.
         first = self.start if isinstance(self, CrossAttention) else 0
         starts = (next_position(self),) * 2 if decode else (first, 0)
         arrays = split_heads(self, arrays, starts=starts)
@@ -398,7 +398,7 @@ class CrossAttention(MultiHeadAttention):
     """The attention of a decoder layer to the output of the encoder.
 
     Attributes:
-      start: Position of the first query. While a layer decodes, it is that of the token.
+      start: Position of the first query. While a layer decodes, it is the position of the token.
     """
 
     start: Any = 0

@@ -173,7 +173,7 @@ lax_reshard = with_sharding_constraint
 
 def _rules_for(mesh: Mesh | AbstractMesh, policy: Policy) -> AxisRules:
     """Return rules that allow literal specs to name all axes of a mesh."""
-    # The resolver reads rules alone, so a literal spec needs one that has each axis of the mesh.
+    # The resolver reads only rules, so literal specs need a rule that names each axis of the mesh.
     names = Rule(
         candidates=tuple((name,) for name in mesh.axis_names),
         ref=RuleRef(key="mesh", text=" | ".join(mesh.axis_names)),
@@ -276,7 +276,7 @@ def match_partition_rules(
     """
     annotations = match_paths(tree, rules).annotations
     smallest = min_sharding_size() if min_size is None else min_size
-    # With `strict`, eformer always cuts a spec that is longer than its array.
+    # Under `strict`, eformer always cuts a spec that is longer than its array.
     fit = parse_policy(policy).rank is Rank.FIT
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
     structure: Any = jax.tree.structure(tree)
@@ -321,7 +321,7 @@ def make_shard_and_gather_fns(
     if target is None:
         raise no_mesh()
     parsed = parse_policy(policy)
-    # `device_get` needs all values on this process, so they are replicated first, as in eformer.
+    # `device_get` needs all values in this process, so replicate them first, as eformer does.
     collect = jax.jit(lambda x: x, out_shardings=NamedSharding(target, PartitionSpec()))
 
     def shard_fn(sharding: NamedSharding) -> Callable[[Any], Any]:
@@ -426,7 +426,7 @@ def min_sharding_size() -> int:
         ) from error
 
 
-# Read once: a policy that changed later would not reach programs that are compiled already.
+# Read it once: a later change would not affect programs that are already compiled.
 @functools.cache
 def default_policy() -> str:
     """Return the name of the policy of managers and calls that state none, or an empty text.

@@ -95,13 +95,13 @@ class PartitionManager:
         )
         # JAX keeps the key, so it must not hold the manager. The repr of paxis has all its fields.
         key = (rules.fingerprint(), mesh, repr(paxis))
-        # The dataclass is frozen, so that its fields are set past its own `__setattr__`.
+        # The dataclass is frozen, so set its fields by `object.__setattr__`.
         for name, value in {
             "paxis": paxis,
             "mesh": mesh,
             "rules": rules,
             "registered": registered,
-            # Where the policy comes from, if the program does not say it.
+            # The source of the policy, if the program does not state one.
             "note": f"policy {default!r} by {POLICY_VARIABLE}" if default else "",
             "_hash": hash((rules, mesh)),
             "_key": context.key_of(key, f"PartitionManager({paxis!r})"),
@@ -117,7 +117,7 @@ class PartitionManager:
     def __hash__(self) -> int:
         return self._hash
 
-    # A copy of a model that holds a manager shares it: a mesh of devices cannot be copied.
+    # A copied model shares its manager, because a mesh of devices cannot be copied.
     def __copy__(self) -> PartitionManager:
         return self
 
@@ -171,7 +171,7 @@ class PartitionManager:
             dims = [tuple(dim) if isinstance(dim, list) else dim for dim in annotation.axes]
             rules = self.paxis.compile(registered=self.registered)
             return written_spec(dims, rules, runtime_mode, mesh)
-        except ShapeRequiredError:  # a rule with several candidates, which eformer does not have
+        except ShapeRequiredError:  # eformer has no rules with several candidates
             if sizes is None:
                 raise
             return self.native().resolve(annotation, mode=runtime_mode, shape=sizes)
