@@ -335,6 +335,26 @@ def test_a_strategy_prevents_the_kernel_for_gpus(monkeypatch: pytest.MonkeyPatch
         assert ("pallas_call" in str(traced)) == expected
 
 
+def test_a_strategy_names_the_kernel_for_gpus() -> None:
+    """It is interpreted here, and refuses pages that it cannot read; a plan counts the loop."""
+    arrays = {
+        name: jnp.asarray(x, jnp.bfloat16) if x.dtype == jnp.float32 else x
+        for name, x in Batch().arrays().items()
+    }
+    rules = RULES.format(head="tp", page="-")
+    strategy = sw.Strategy.loads(f'{rules}[attention]\ndecode = "triton_decode"\n')
+    with sw.PartitionManager(strategy, mesh=cpu_mesh("dp:1,tp:1")).for_mode("decode") as manager:
+        traced = jax.make_jaxpr(lambda arrays: paged_attention(**arrays))(arrays)
+        assert "pallas_call" in str(traced)
+        manager.plan(lambda arrays: paged_attention(**arrays), arrays)
+        whole = Batch().arrays()
+        refused = facts("triton_decode", snippet="float32", fix='decode = "auto"')
+        with raises(AttentionError, refused):
+            paged_attention(**whole)
+        with raises(AttentionError, refused):
+            manager.plan(lambda arrays: paged_attention(**arrays), whole)
+
+
 def test_no_gradient() -> None:
     arrays = Batch().arrays()
     with raises(AttentionError, "paged", "cache", fix="dot_product_attention"):

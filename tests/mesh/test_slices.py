@@ -105,6 +105,11 @@ def test_the_axes_of_the_fix_cross_all_slices(mesh: str, slices: int, fix: str) 
     assert math.prod(parse_mesh(whole).dcn) == slices
 
 
+def test_gpus_have_domains() -> None:
+    with raises(MeshSpecError, "over 2 domains", rule="between domains"):
+        default_dcn(parse_mesh("tp:16"), 2, group="domain")
+
+
 def test_no_axes_that_cannot_cross_are_named() -> None:
     with raises(MeshSpecError, fix="multiple of 16") as caught:
         default_dcn(parse_mesh("fsdp:4,tp:2"), 16)

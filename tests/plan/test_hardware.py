@@ -231,6 +231,9 @@ def test_bad_overlays_are_refused(tmp_path: Path, text: str, says: Facts) -> Non
         ("v4-8", "v4-8 has 4 chips: write v4:2x2x1"),
         ("v5e-7", "v5e-7 has 7 chips, and v5e has no such slice"),
         ("v9-8", "write a chip and its slice"),
+        ("h100-1", "h100-1 has 1 GPU: write h100:1"),
+        ("h100-16", "h100-16 has 16 GPUs: write 2xh100:8"),
+        ("h100-12", "for GPUs, the domains"),
     ],
 )
 def test_cloud_names_of_slices_are_explained(name: str, says: str) -> None:

@@ -25,6 +25,7 @@ from shardwright.attention.checks import check_dims, check_integers, check_range
 from shardwright.attention.inputs import describe, read_options
 from shardwright.attention.kernels import blockwise, flash_decode, triton_decode
 from shardwright.attention.parts import online_softmax, sequence, shards
+from shardwright.attention.parts.shards import IN_A_PLAN
 from shardwright.attention.sharding import resolve_pages
 from shardwright.errors import AttentionError
 from shardwright.manager import context
@@ -66,8 +67,9 @@ def paged_attention(
     Under an ambient manager, q is sharded by (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), and the pages
     by (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM), as the rules of the mode resolve them. Tables and
     lengths are sharded like the batch, or replicated if the pages are sharded over its mesh axes.
-    Page numbers are global however the pages are sharded. On GPUs, a Pallas kernel reads the pages
-    in decode, unless the line of the mode under `[attention]` names another implementation.
+    Page numbers are global however the pages are sharded. On GPUs, `triton_decode` reads the pages
+    if it can, unless the line of the mode under `[attention]` names another implementation. A line
+    that names `triton_decode` for pages that it cannot read is an error.
 
     The values of NumPy arrays are checked: lengths, and the numbers of used pages. The values of
     JAX arrays are not checked: a page number that is out of range gives no keys, and a length
@@ -320,14 +322,28 @@ def _attend(
 
 
 def _by_triton(call: AttentionCall) -> bool:
-    """Whether the kernel for GPUs reads the pages. A strategy may name another one."""
-    if call.platform != "gpu" or call.specs.grouping is not KVHeads.SAME:
-        return False
+    """Whether Triton's kernel reads the pages: on GPUs, or where the strategy names it.
+
+    Raises:
+      AttentionError: The strategy names the kernel, which cannot serve the call.
+    """
     # The rules of the ambient manager are part of the key of each trace.
     manager = context.current()
     line = None if manager is None or call.mode is None else manager.rules.attention_in(call.mode)
-    named = line is None or line.text in (Attention.AUTO, Attention.TRITON_DECODE)
-    return named and not triton_decode.not_in_triton(call)
+    reasons = triton_decode.not_in_triton(call)
+    if call.specs.grouping is not KVHeads.SAME:
+        reasons += ("it reads all kv heads of a page, and a shard needs some of them",)
+    if line is None or line.text == Attention.AUTO:
+        return call.platform == "gpu" and not reasons
+    if line.text != Attention.TRITON_DECODE or reasons == (IN_A_PLAN,):
+        return False
+    if reasons:
+        raise AttentionError(
+            f"the strategy says {line}, and {line.text} refuses to read these pages",
+            snippet="\n".join(f"  not   {reason}" for reason in reasons),
+            fix=f'write {line.key} = "auto": then a loop over the tables reads the pages',
+        )
+    return True
 
 
 def _shared_axes(specs: JointSpecs) -> tuple[str, ...]:

@@ -312,12 +312,18 @@ def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
         by_slice = _grouped(devices, "process_index")
     counts = {len(members) for members in by_slice.values()}
     if len(counts) > 1:
+        group = _group(devices)
         listing = ", ".join(
-            f"slice {index} has {len(members)}" for index, members in by_slice.items()
+            f"{group} {index} has {len(members)}" for index, members in by_slice.items()
         )
-        fix = "pass devices= with the same number of devices of each slice"
-        raise MeshSpecError(f"slices of unequal size: {listing}", fix=fix)
+        fix = f"pass devices= with the same number of devices of each {group}"
+        raise MeshSpecError(f"{group}s of unequal size: {listing}", fix=fix)
     return by_slice
+
+
+def _group(devices: Sequence[Any]) -> str:
+    """Return the word for the devices that fast links join."""
+    return "domain" if devices[0].platform == "gpu" else "slice"
 
 
 def _grouped(devices: Sequence[Any], attribute: str) -> dict[int, list[Any]]:
@@ -330,21 +336,23 @@ def _grouped(devices: Sequence[Any], attribute: str) -> dict[int, list[Any]]:
 
 def _dcn(spec: MeshSpec, slices: Mapping[int, Sequence[Any]]) -> tuple[int, ...]:
     """Return the part of each axis that crosses slices."""
-    count = len(slices)
+    count, group = len(slices), _group(next(iter(slices.values())))
     if spec.dcn:
         if math.prod(spec.dcn) != count:
             pairs = zip(spec.names, spec.dcn, strict=True)
             crossing = " * ".join(f"{name}={part}" for name, part in pairs if part > 1)
-            what = f"dcn puts {crossing or 'nothing'} across slices ({math.prod(spec.dcn)}), "
-            what += f"but the number of slices is {count}"
+            what = f"dcn puts {crossing or 'nothing'} across {group}s ({math.prod(spec.dcn)}), "
+            what += f"but the number of {group}s is {count}"
             fix = "leave dcn out" if count == 1 else f"make the product of dcn {count}"
             raise MeshSpecError(what, fix=fix)
         return spec.dcn
-    return default_dcn(spec, count)
+    return default_dcn(spec, count, group=group)
 
 
-def default_dcn(spec: MeshSpec, count: int) -> tuple[int, ...]:
+def default_dcn(spec: MeshSpec, count: int, *, group: str = "slice") -> tuple[int, ...]:
     """Return the part of each axis that crosses a number of slices, if the mesh does not say.
+
+    Errors say `group` in place of slice: of GPUs, it is `domain`.
 
     Raises:
       MeshSpecError: No pipeline or data axis can be split over the slices.
@@ -364,8 +372,8 @@ def default_dcn(spec: MeshSpec, count: int) -> tuple[int, ...]:
         rest //= part
     if rest == 1:
         return tuple(parts.values())
-    what = f"mesh {spec} over {count} slices: the product of {', '.join(_SLICE_AXES)} is "
-    rule = "tensor, sequence and expert axes cross slices only if dcn names them: "
+    what = f"mesh {spec} over {count} {group}s: the product of {', '.join(_SLICE_AXES)} is "
+    rule = f"tensor, sequence and expert axes cross {group}s only if dcn names them: "
     fix = f"make dp or fsdp a multiple of {count}"
     for axis, size in sizes.items():
         part = math.gcd(size // parts[axis], rest)
@@ -377,7 +385,7 @@ def default_dcn(spec: MeshSpec, count: int) -> tuple[int, ...]:
         fix = f"{fix}, or write which axes cross: dcn={crossing}, or the mesh {spec},{texts}"
     raise MeshSpecError(
         f"{what}not a multiple of {count}",
-        rule=f"{rule}the network between slices is slow",
+        rule=f"{rule}the network between {group}s is slow",
         fix=fix,
     )
 

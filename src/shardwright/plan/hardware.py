@@ -412,18 +412,19 @@ def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
 
 
 def _shapes_of_name(text: str, hardware: Mapping[str, Chip]) -> str:
-    """Return the slices that a cloud's name such as `v5p-32` stands for, as a fix, or ""."""
+    """Return what a cloud's name such as `v5p-32` or `h100-16` stands for, as a fix, or ""."""
     match = _CLOUD_NAME.fullmatch(text)
     chip = None if match is None else hardware.get(_CLOUD_CHIPS.get(match[1], match[1]))
     if match is None or chip is None:
         return ""
     chips = int(match[2]) // (2 if match[1] in _COUNTED_IN_CORES else 1)
-    shapes = [shape for shape in chip.slices() if math.prod(shape) == chips]
-    if not shapes:
-        return f"{text} has {chips} chips, and {chip.name} has no such slice"
-    names = [str(Topology(chip=chip, shape=shape)) for shape in shapes[:_NEAREST]]
-    unit = "1 chip" if chips == 1 else f"{chips} chips"
-    return f"{text} has {unit}: write {' or '.join(names)}"
+    found = [Topology(chip=chip, shape=each) for each in chip.slices() if math.prod(each) == chips]
+    if chip.domain and not found and chips % chip.domain == 0:
+        found = [Topology(chip=chip, shape=(chip.domain,), slices=chips // chip.domain)]
+    if not found:
+        return "" if chip.domain else f"{text} has {chips} chips, and {chip.name} has no such slice"
+    unit = f"{chips} {'GPU' if chip.domain else 'chip'}{'s' if chips > 1 else ''}"
+    return f"{text} has {unit}: write {' or '.join(map(str, found[:_NEAREST]))}"
 
 
 def smallest_slice(chip: Chip, needed: int) -> Topology | None:

@@ -182,7 +182,7 @@ def _crossing(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int]:
     spec = MeshSpec(names=tuple(sizes), sizes=tuple(sizes.values()))
     given = {axis: part for axis, part in topology.crossing.items() if part > 1}
     if not given:
-        parts = default_dcn(spec, topology.slices)
+        parts = default_dcn(spec, topology.slices, group=topology.group)
         return {axis: part for axis, part in zip(sizes, parts, strict=True) if part > 1}
     mesh = ",".join(f"{axis}:{size}" for axis, size in sizes.items())
     crossing = ",".join(f"dcn.{axis}:{part}" for axis, part in given.items())
