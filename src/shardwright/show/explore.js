@@ -282,6 +282,7 @@ function drawPaneBlocks(pane) {
   });
   const sharded = dims.filter((dim) => dim.parts > 1);
   const across = sharded.slice(-1);
+  const dense = across.length && across[0].parts > 8;
   const count = (some) => some.reduce((product, dim) => product * dim.parts, 1);
   const holders = new Map();
   const blockOf = (device) => {
@@ -328,11 +329,12 @@ function drawPaneBlocks(pane) {
     el("h3", {}, `Blocks of ${tensor.path || "the argument"}`),
     el("div", { class: "sliders" }, el("label", {}, "device", slider, shown)), text,
     cells.length
-      ? el("div", { class: `blocks${across.length && across[0].parts > 8 ? " dense" : ""}`, "aria-hidden": "true", style: `grid-template-columns: repeat(${count(across)}, 1fr)` }, cells)
+      ? el("div", { class: `blocks${dense ? " dense" : ""}`, "aria-hidden": "true", style: `grid-template-columns: repeat(${count(across)}, 1fr)` }, cells)
       : el("p", {}, `${blocks} blocks are too many to draw.`),
     el("p", {}, sharded.length > 1 ? `Rows: ${words(sharded.slice(0, -1))}. ` : "",
       across.length ? `Columns: ${words(across)}. ` : "Every device holds all of it. ",
-      "A cell has the numbers of its devices, the last mesh axis fastest."));
+      dense ? "Click a cell to choose its device." : "A cell has the numbers of its devices.",
+      " The last mesh axis varies fastest."));
   pane.mark();
 }
 
