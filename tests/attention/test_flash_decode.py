@@ -391,7 +391,7 @@ REFUSED = {
     "a bias for every head and key": (
         Call(head="sp"),
         {"bias": jax.ShapeDtypeStruct((1, 8, 1, 48), jnp.float32)},
-        "a bias for every head and key: sp shards both",
+        "sp shards both the heads and the keys of the bias",
     ),
 }
 

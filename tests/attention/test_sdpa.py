@@ -147,7 +147,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, *, failure: str = "") -> None:
             {"bias": jnp.ones((1, 1, 16, 16))},
             "its gradient of a bias depends on the shape of the bias",
         ),
-        ({"causal": True, "chunk": 4}, "it has no chunks, and chunk is 4"),
+        ({"causal": True, "chunk": 4}, "it does not compute in chunks, and chunk is 4"),
         ({"window": (3, 3)}, "its window ends at the query, and window is (3, 3)"),
         ({"window": (3, None)}, "its window ends at the query, and window is (3, None)"),
         (

@@ -193,7 +193,7 @@ shape = [3]
     Path("tensors.toml").write_text(tensors, encoding="utf-8")
     assert check("mine.toml --tensors tensors.toml --fix") == 1
     assert Path("mine.toml").read_text(encoding="utf-8") == text
-    assert "more edits would change what resolves now" in capsys.readouterr().out
+    assert "more edits would change arrays that resolve now" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

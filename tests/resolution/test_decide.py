@@ -276,7 +276,7 @@ def test_next_never_follows_a_size(rule: str) -> None:
     assert text == (
         "x dim 0 EMBED: size 6 does not divide over tp=4\n"
         f'  rule  embed = "{rule}"   (t.toml, [rules], mode train)\n'
-        '  fix   under conflict = "next" a fallback is not for sizes: set [policy] indivisible, '
+        '  fix   under conflict = "next", fallbacks ignore sizes: set [policy] indivisible, '
         "or choose a size and a mesh that divide"
     )
 

@@ -102,8 +102,7 @@ def read_sizes(q: Any, k: Any, v: Any, layout: str, *, cast: bool) -> CallSizes:
         raise AttentionError(
             f"{sizes.heads} query heads do not divide over {sizes.kv_heads} kv heads",
             path="k",
-            fix="query head h reads kv head h * kv_heads // heads, so kv_heads divides heads; "
-            "check the layout too",
+            fix="pass a multiple of the kv heads as query heads; check the layout too",
         )
     return sizes
 
@@ -205,8 +204,8 @@ def _check_pairs(name: str, pairs: Any, full: tuple[int, ...], dtype: Any, word:
             f"{name} is {pairs.dtype} of shape {tuple(pairs.shape)}, "
             f"and the logits are [batch, heads, q_length, kv_length] = {full}",
             path=name,
-            fix=f"pass {word}, with these 4 dims, each full or 1: for [q_length, kv_length] "
-            f"{name}[None, None], for [batch, q_length, kv_length] {name}[:, None]",
+            fix=f"pass {word}, with 4 dims of these sizes or of size 1: {name}[None, None] for "
+            f"[q_length, kv_length], {name}[:, None] for [batch, q_length, kv_length]",
         )
 
 

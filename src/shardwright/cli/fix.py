@@ -125,7 +125,7 @@ class Fixed:
             )
         )
         if self.refused:
-            lines.append("not edited further: more edits would change what resolves now")
+            lines.append("not edited further: more edits would change arrays that resolve now")
         if self.before == self.after:
             return [*lines, f"{name}: nothing to fix"]
         return [*lines, f"{name} {'is not written (--dry-run)' if dry else 'is fixed'}"]

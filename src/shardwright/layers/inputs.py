@@ -23,7 +23,7 @@ SIZE: Final = integer(fix="pass a positive integer, such as {name}=32")
 KEYS: Final = ("dropout",)  # the names that a block reads in `keys`
 _KEYS_FIX: Final = 'pass keys={"dropout": jax.random.key(0)}; leave keys out to drop nothing'
 _UNKNOWN_FIX: Final = (
-    "set the option of the config that it belongs to, such as bias= or lora=, or leave it out"
+    "set its option of the config, such as bias= or lora=, or leave the parameter out"
 )
 
 

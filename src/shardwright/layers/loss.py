@@ -357,5 +357,5 @@ def _check_labels(x: Any, labels: Any, chunks: int) -> None:
         raise RankMismatchError(
             f"chunks={chunks} does not divide the {what}",
             path="chunks",
-            fix="pass a divisor of it, such as 1",
+            fix="pass a number that divides it, such as 1",
         )

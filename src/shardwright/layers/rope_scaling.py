@@ -20,7 +20,7 @@ from shardwright.layers.rope import THETA, RopeFrequencies
 from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.read import instance, number, one_of, read_value
 
-_POSITIVE: Final = number("positive", fix="write {name} as config.json of the model has it")
+_POSITIVE: Final = number("positive", fix="copy {name} from config.json of the model")
 _MAPPING: Final = instance(Mapping, fix='pass {"rope_type": "llama3", ...}')
 _FIRST: Final = "original_max_position_embeddings"
 
@@ -93,7 +93,7 @@ class _Values:
 
     def required(self, key: str, default: Any = None) -> Any:
         if (value := self.left.pop(key, default)) is None:
-            fix = f"write {key} as config.json of the model has it"
+            fix = f"copy {key} from config.json of the model"
             raise LayerError(f"scaling has no {key}", path="scaling", fix=fix)
         return value
 

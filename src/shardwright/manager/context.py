@@ -252,8 +252,8 @@ def _applying() -> _EnteredManager | NoManagerError | None:
     stack, flow = _ENTERED.stack, _FLOW.get()
     if flow is not None and flow.is_left:
         return NoManagerError(
-            f"{flow.manager!r} was left before this code asked for it, which was started inside "
-            "its with block",
+            f"this code was started inside the with block of {flow.manager!r}, and runs after the "
+            "block has ended",
             fix="enter it here, with pm: ..., or wait for this code inside the with block",
         )
     others = (entry for entry in reversed(stack) if entry is flow or not _is_of_another_task(entry))

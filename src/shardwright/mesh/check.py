@@ -130,7 +130,7 @@ def dcn_divides(name: str, total: int, part: int, *, text: str = "", at: int = 0
     """Return a problem if the part of an axis that crosses slices does not divide its size."""
     if total % part == 0:
         return []
-    what = f"dcn part {part} does not divide {name} = {total} (totals include the slices)"
+    what = f"dcn part {part} does not divide {name} = {total} (sizes include all slices)"
     fix = f"make {name} a multiple of {part}, as in {name} = {part * max(1, total // part)}"
     return [fault(what, text=text, at=at, fix=fix)]
 

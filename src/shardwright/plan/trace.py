@@ -473,8 +473,8 @@ def check_outputs(traced: Trace, manager: Manager) -> None:
         if len(set(specs.values())) > 1:
             each = " or ".join(f"{role} {spec}" for role, spec in specs.items())
             raise StrategyError(
-                f"the role of the output decides its sharding, {each}, and its annotation does not "
-                "say which it is",
+                f"the sharding of the output depends on its role, {each}, and its annotation does "
+                "not name the role",
                 path=f"outputs/{requests[0].path}".removesuffix("/"),
                 fix="annotate optimizer state with sw.annotate_state(state, specs), "
                 "in specs= and in outputs=, and parameters with ArraySpecs",

@@ -539,7 +539,7 @@ def _add_indivisible(
     judged = f"{pending.judged_as} of " if pending.judged_as else ""
     fallback, edit = "write None there", None
     if not pending.literal and decider.rules.policy.conflict is Conflict.NEXT:
-        fallback = 'under conflict = "next" a fallback is not for sizes: set [policy] indivisible'
+        fallback = 'under conflict = "next", fallbacks ignore sizes: set [policy] indivisible'
     elif isinstance(rule, Composite):
         fallback = f"add a fallback, {_composite_fallback(decider, rule, failure, size)}"
     elif not pending.literal:

@@ -71,7 +71,7 @@ class Scheduler:
         """Raise QueueFullError if the queue is full."""
         if self.waiting >= self.limits.queue:
             raise QueueFullError(
-                f"the queue is full: {self.waiting} requests wait, of at most {self.limits.queue}",
+                f"the queue is full: {self.waiting} of at most {self.limits.queue} requests wait",
                 path="queue",
                 fix="call step() and submit it again, or create the engine with a longer queue",
             )

@@ -178,7 +178,7 @@ def _fix_for_unknown(name: str, known: Sequence[str]) -> tuple[str, str]:
             return f"{semantic}: name one of {', '.join(known)}", ""
         meant = closest(axis_label(name).lower(), known)
     if not meant:
-        return f"add it to [mesh], {name} = 1, or name one of {', '.join(known)}", ""
+        return f"add {name} = 1 to [mesh], or name one of {', '.join(known)}", ""
     return hint_text([meant]), meant
 
 

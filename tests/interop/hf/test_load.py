@@ -472,7 +472,7 @@ def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
         ),
     ) as caught:
         hf.load(tmp_path, pm)
-    assert "axes= of hf.read and hf.load places a tensor otherwise" in caught.value.__notes__[0]
+    assert "axes= of hf.read and hf.load gives a tensor other axes" in caught.value.__notes__[0]
 
 
 def test_dtypes_that_cannot_be_read(tmp_path: Path) -> None:

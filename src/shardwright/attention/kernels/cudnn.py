@@ -101,7 +101,7 @@ def _limits(call: AttentionCall) -> tuple[str, ...]:
         "it takes no segments": call.segments,
         "it adds a dense mask to the logits, and the sums overflow": call.mask_shape is not None,
         "its gradient of a bias depends on the shape of the bias": call.bias_shape is not None,
-        f"it has no chunks, and chunk is {rules.chunk}": rules.chunk is not None,
+        f"it does not compute in chunks, and chunk is {rules.chunk}": rules.chunk is not None,
         f"its window ends at the query, and window is {rules.window}": (
             right not in (None, 0) or (window and right is None)
         ),

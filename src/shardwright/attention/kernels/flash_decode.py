@@ -255,7 +255,7 @@ def factored(call: AttentionCall) -> tuple[str, ...]:
         reasons.append(f"{shared[0]} shards the keys too, and is not the last of {axes}")
     for name, shape in (("mask", call.mask_shape), ("bias", call.bias_shape)):
         if shape is not None and shape[1] > 1 and shape[3] > 1:
-            reasons.append(f"a {name} for every head and key: {shared[0]} shards both")
+            reasons.append(f"{shared[0]} shards both the heads and the keys of the {name}")
     return tuple(reasons)
 
 

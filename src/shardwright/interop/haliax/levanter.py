@@ -270,7 +270,7 @@ def _wrong(
             error=StrategyError,
             what=f"{'.'.join(map(str, (prefix, *keys)))} must be {text}, got {value!r}",
             path=places.get(keys) or places.get(keys[:1], source),
-            fix=f"write it as levanter's {config} has it",
+            fix=f"write it as in levanter's {config}",
         )
         for keys, value, (text, is_right) in rows
         if not is_right(value)

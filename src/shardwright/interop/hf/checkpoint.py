@@ -41,7 +41,7 @@ from shardwright.vocabulary.lowering import describe
 from shardwright.vocabulary.shown import text_of
 
 _OTHERWISE: Final = (
-    "axes= of hf.read and hf.load places a tensor otherwise: "
+    "axes= of hf.read and hf.load gives a tensor other axes: "
     'axes={r"up_proj\\.weight$": (sw.EMPTY, sw.EMBED)}. The scales of a weight follow it.'
 )
 _EXPERT: Final = re.compile(r"(.*\bexperts\.)(\d+)\.(.*)", re.DOTALL)

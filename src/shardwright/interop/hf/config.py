@@ -79,7 +79,7 @@ class Config:
         what = f"{self.source}: {key} must be {wanted}, got {quoted(value)}"
         return self.error(
             f"{self.source} lacks {key}" if value is None else what,
-            fix=f'write "{key}", as the config.json that the model was published with has it',
+            fix=f'copy "{key}" from the config.json that the model was published with',
         )
 
     def size(self, *keys: str) -> int | None:

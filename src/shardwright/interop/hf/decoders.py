@@ -131,7 +131,7 @@ class LoadedDecoder:
         # A plan may differ from the model, with a note. Served tokens may not differ.
         reasons = list(self.config.differs)
         if any(isinstance(stack.attention, LatentConfig) for stack in self.config.stacks):
-            reasons.append("attention needs a cache of latents, and no kind of cache is one")
+            reasons.append("attention needs a cache of latents, and no kind of cache stores them")
         if reasons:
             raise StrategyError(
                 f"{self.config.family} cannot be served: {'; '.join(reasons)}",

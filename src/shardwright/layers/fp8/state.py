@@ -324,7 +324,7 @@ def check(scaling: Any, *, traced: bool = False) -> None:
 
 def _problem(path: str, count: float) -> Problem:
     if count == 0:
-        what = "and every other took part in no backward pass"
+        what = "took part in no backward pass, nor did any other matmul"
         fix = (
             "differentiate by the channel, and give it to the blocks in uses(scaling, channel); "
             "a step that trains no layer with a recipe needs no update"

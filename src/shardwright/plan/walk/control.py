@@ -28,7 +28,7 @@ from shardwright.plan.walk.values import (
 # change the sharding of a carry, and the second walk starts with that sharding.
 _ROUNDS = 2
 _CARRY: Final = "constrain the first value of the carry as the body does, with shard(...)"
-_SUMMED: Final = "constrain the sum in the loop's body as its use after the loop, with shard(...)"
+_SUMMED: Final = "constrain the sum in the loop's body like its use after the loop, with shard(...)"
 _STACK: Final = "move the mesh axis to another dim with shard(...) before the scan"
 # The name under which a `while` loop that sends or multiplies counts as unknown, like a primitive
 # without a rule. The number of its runs is not known, so the plan counts too little.

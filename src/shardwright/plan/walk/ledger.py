@@ -34,7 +34,7 @@ from shardwright.trees.tensors import whole_bytes
 _LANES: Final = 128
 _SUBLANES: Final = 8
 _MATRIX: Final = ("rows", "columns")
-_WHOLE_TILES: Final = "choose a size of which each device holds whole tiles: others are padded"
+_WHOLE_TILES: Final = "choose a size that gives each device whole tiles: others are padded"
 _KERNELS: Final = "compile the program: the gradient of a kernel may be summed whole"
 _TWICE: Final = "look up all rows at once: gradients of several lookups may be added before the sum"
 # Fixes of choices that are no competition between a stored weight and another value.

@@ -175,7 +175,7 @@ def _sizes(
     reasons = [*differs]
     patterns = tuple(part for stack in stacks for part in _with_patterns(config, stack, reasons))
     if config.flag("use_bidirectional_attention"):
-        reasons.append("attention is causal, and that of the model sees later positions")
+        reasons.append("attention is causal here, and in the model it sees later positions")
     return Sizes(
         family=config.family,
         vocab=config.number("vocab_size"),
