@@ -107,8 +107,9 @@ class Problem:
 def visible(text: str) -> str:
     r"""Return text with an escape for each character that is not printable.
 
-    Names come from files of others. A terminal executes control characters, a line break pretends
-    to be another line of a report, and a mark of direction reverses what follows, in HTML too.
+    Names may come from files of other people. A terminal executes control characters, a line break
+    pretends to be another line of a report, and a mark of direction reverses what follows, in HTML
+    too.
 
     >>> print(visible("ok\x1b[2J"))
     ok\x1b[2J

@@ -68,9 +68,9 @@ def append_and_attend(
 
     Row i of the queries belongs to row i of the new keys. Masks work by position, so one call
     serves prefill, a chunk of it, decode, and several drafted tokens. One call with n tokens equals
-    n calls with one token each. That holds for a ring too: if the new tokens overwrite keys that
-    their queries see, `q_length > capacity - window + 1`, the call attends to a copy of the ring
-    followed by the new tokens.
+    n calls with one token each. A ring gives the same result: if the new tokens would overwrite
+    keys that their queries see (`q_length > capacity - window + 1`), the call attends to a copy of
+    the ring, followed by the new tokens.
 
     Args:
       q: `[batch, q_length, heads, head_dim]`.
@@ -91,8 +91,8 @@ def append_and_attend(
       scale: Factor of the scores, q · k. Defaults to `1 / sqrt(head_dim)`.
 
     Raises:
-      AttentionError: The arguments do not go together, a window is longer than that of a ring, or
-        the mode needs another sharding of the cache.
+      AttentionError: The arguments do not fit each other, a window is longer than that of a ring,
+        or the mode needs another sharding of the cache.
       CacheError: Keys and values do not fit the cache.
       ShardingError: The rules of the manager do not fit the arrays.
     """
@@ -293,7 +293,8 @@ def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> V
         k=joined["k"],
         v=joined["v"],
         positions=joined["positions"],
-        # Attention to one slot hides rows beyond its length, so the new tokens must count too.
+        # Attention to one slot hides rows beyond its length, so the length must include the new
+        # tokens.
         lengths=cache.length + jnp.sum(positions >= 0, axis=1, dtype=jnp.int32),
         k_scale=joined.get("k_scale"),
         v_scale=joined.get("v_scale"),

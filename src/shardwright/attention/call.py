@@ -196,7 +196,8 @@ class KVHeads(enum.StrEnum):
     PREFIX: over the leading mesh axes of the query heads. Over the rest, each shard picks the kv
       heads that its queries read.
     INDEX: replicated. Each shard picks the kv heads that its queries read.
-    FACTOR: over some leading mesh axes of the query heads, or none. Some of the other mesh axes
+    FACTOR: over some leading mesh axes of the query heads, or over none. Some of the other mesh
+    axes
       shard the keys' length, so a shard holds a part of the keys that its queries read.
     """
 
@@ -265,7 +266,7 @@ class JointSpecs:
         return _spec_of(self, OPERAND_DIMS["mask"], ())
 
 
-# Every call asks for some ten specs, and the layers of a model for the same ones.
+# Every call asks for about ten specs, and all layers of a model ask for the same ones.
 @functools.lru_cache(maxsize=4096)
 def _spec_of(specs: JointSpecs, dims: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """Return the spec of an array. If a shape is given, a dim of size 1 is not sharded.

@@ -16,8 +16,8 @@ from shardwright.resolution.rules import OWN_ATTENTION
 from shardwright.vocabulary.modes import MODE_DECODE, mode_name
 
 AUTO: Final = "auto"
-# All-gather keys and values if those of one device's heads and sequences take at most this many
-# bytes.
+# All-gather keys and values if, for the heads and sequences of one device, they take at most this
+# many bytes.
 _GATHER_BYTES: Final = 16 * 2**20
 # On a GPU, compute all float32 logits of a device at once if they take at most this many bytes.
 _LOGIT_BYTES: Final = 64 * 2**20

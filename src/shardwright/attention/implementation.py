@@ -89,7 +89,7 @@ class Implementation:
         return (f"it takes no scales, and k and v are {call.kv_dtype}", *reasons)
 
 
-# The implementations that come with the package. A new one is one entry here.
+# The implementations that come with the package. A new implementation is one entry here.
 SHIPPED: Final[tuple[Implementation, ...]] = (
     Implementation(name="vanilla", supports=vanilla.supports, run=vanilla.run, takes_scales=True),
     Implementation(
@@ -116,7 +116,7 @@ SHIPPED: Final[tuple[Implementation, ...]] = (
         takes_scales=True,
     ),
 )
-# What users register. Replaced as a whole, never mutated, so that readers need no lock.
+# What users register. The tuple is replaced as a whole, so readers need no lock.
 _own: tuple[Implementation, ...] = ()
 
 

@@ -235,7 +235,7 @@ def pair_attends(rules: MaskRules, q: Any, kv: Any) -> Any:
       Bool, in the shape to which q and kv broadcast, or a shape that broadcasts to it.
     """
     attends = kv >= 0
-    # `rules.bounds` inline: traced kernels call this function most often.
+    # This is `rules.bounds` inlined, since traced kernels call this function most often.
     left, right = rules.window or (None, None)
     right = 0 if rules.causal else right
     if left is not None:
@@ -333,7 +333,7 @@ def block_is_full(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
     if right is not None:
         full = full & (kv_high <= q_low + right)
     if rules.chunk is not None:
-        # All queries in one chunk, all keys in one chunk, and the same chunk.
+        # true if all queries and all keys are in one chunk
         same = (q_low // rules.chunk == q_high // rules.chunk) & (
             kv_low // rules.chunk == kv_high // rules.chunk
         )

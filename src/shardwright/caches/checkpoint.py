@@ -173,7 +173,7 @@ def _assemble(cls: Any, spec: CacheSpec, arrays: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _readable(what: str, fix: str) -> Iterator[None]:
-    """Raise what orbax and Python say about a file that they cannot read, as an error."""
+    """Turn errors of orbax and Python about an unreadable file into a CacheError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, OSError) as err:

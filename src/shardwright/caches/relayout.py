@@ -83,8 +83,8 @@ def plan_reshard(
       manager: As for `reshard`.
 
     Raises:
-      CacheError: As for `reshard`. Or the cache is on another mesh or not sharded: `reshard` would
-        copy it.
+      CacheError: As for `reshard`; or the cache is on another mesh or not sharded, so `reshard`
+        would copy it.
       ShardingError: As for `reshard`.
     """
     manager, mode = _target(cache, mode, manager)

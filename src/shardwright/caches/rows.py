@@ -117,7 +117,8 @@ class RowCache(KVCache):
             (needed < first, Refusal.POSITIONS_MISSING),
         )
         done = refused == Refusal.NONE
-        # As in `_append`: of a sequence longer than this ring, only the last rows are written.
+        # As in `_append`, only the last rows of a sequence are written if it is longer than the
+        # ring.
         stored = (
             done[:, None]
             & (row_positions >= 0)

@@ -34,7 +34,7 @@ def append_rows(buffers: PlacedArrays, new: Buffers, rows: jax.Array) -> Buffers
             name: by_slot(x, new[name], _local(rows, specs[name], 1, x)) for name, x in old.items()
         }
 
-    # The new rows of a slot go to every shard of its rows, which drops those of other shards.
+    # The new rows of a slot go to every shard of its rows. Each shard drops rows of other shards.
     new_specs = {name: _replicated(specs[name], new[name].ndim, 1) for name in specs}
     return buffers.run(local, new, rows, specs=(new_specs, spec_of(buffers.leading_axes())))
 
@@ -91,7 +91,7 @@ def take_slots(buffers: PlacedArrays, parents: jax.Array, *, group: int) -> Buff
 
     def local(old: Buffers, parents: jax.Array) -> Buffers:
         size = parents.shape[0]
-        # Whole groups are on this shard, so parents are too, and local numbers find them.
+        # A shard holds whole groups, so it also holds the parents, and local slot numbers suffice.
         if axes and size % group == 0:
             parents = parents - jax.lax.axis_index(axes) * size
         elif axes:

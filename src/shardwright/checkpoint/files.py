@@ -1,4 +1,4 @@
-"""Write directories whole or not at all, and the orbax that writes into them."""
+"""Write directories whole or not at all, and import orbax, which writes into them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 from shardwright import _jax
 from shardwright.errors import ShardingError
 
-# How TensorStore, with which orbax writes, tells the number of an error of the operating system.
+# The form in which TensorStore, which orbax uses, reports error numbers of the operating system.
 _NUMBER: Final = re.compile(r"os_error_code='(\d+)'")
 
 
@@ -92,7 +92,7 @@ def staged(path: str) -> Iterator[str]:
 
 
 def _remove(folder: str) -> None:
-    """Remove the folder of a write that failed, until it stays away for a second.
+    """Remove the folder of a failed write, until it stays removed for a second.
 
     Threads of the write may still add files to it. TensorStore creates the folder again for them,
     and nothing tells when its threads have ended.

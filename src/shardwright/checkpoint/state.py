@@ -139,8 +139,8 @@ def save(
 
     Raises:
       CheckpointError: A leaf cannot be saved (all such leaves are named), the step exists, the call
-        is inside a trace, files cannot be written, also those of an earlier save that nobody waited
-        for, or orbax is not installed.
+        is inside a trace, files of this save, or of an earlier one that nobody waited for, cannot
+        be written, or orbax is not installed.
     """
     orbax, path = import_orbax(_WHAT, CheckpointError), directory(folder, CheckpointError, "folder")
     check_outside_of_trace("a state can be saved", CheckpointError)

@@ -278,8 +278,7 @@ def _counts_text(findings: Sequence[Finding]) -> str:
 
 
 def check_memory(strategy: Strategy, programs: Mapping[str, Program]) -> Iterator[Finding]:
-    """Yield optimizer state on the host that is not donated, and saved names that the program
-    lacks.
+    """Yield state on the host that is not donated, and saved names that the program lacks.
 
     Args:
       strategy: The strategy.

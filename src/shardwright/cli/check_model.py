@@ -67,8 +67,8 @@ def check_model(
 ) -> list[Checked]:
     """Return the findings about a model; for programs, entries for each mode.
 
-    The first entry is about the names of axes. Each further one is about the arrays that do not
-    resolve under a setting.
+    The first entry is about the names of axes. Each other entry is about the arrays that do not
+    resolve under one setting.
 
     Args:
       text: `file.py:function`. Without `--params`, the function returns programs.

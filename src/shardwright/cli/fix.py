@@ -30,7 +30,7 @@ from shardwright.vocabulary.axes import canonical_axis
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-# What stands before a comment: a "#" inside of quotes begins none.
+# The text before a comment. A "#" inside of quotes does not start a comment.
 _CODE = re.compile(r"""(?:[^#"']|"(?:[^"\\]|\\.)*"|'[^']*')*""")
 
 
@@ -75,7 +75,7 @@ def set_value(text: str, table: KeyPath, key: str, value: str | int) -> str:
     return result
 
 
-# A misspelled name hides what else is wrong, so a file is tried again after each round of edits.
+# A misspelled name hides other mistakes, so a file is tried again after each round of edits.
 _ROUNDS: Final = 8
 # What a diff adds is green, and what it removes is red.
 MARKS: Final = {r"^\+.*": "green", r"^-.*": "red"}
@@ -180,7 +180,7 @@ def fix_file(
         raise StrategyError(f"--fix edits a .toml file, and {text!r} has none", fix=fix)
     path = Path(names[at])
     read_text(path, most=LONGEST_FILE)  # raises an error if it is too large or not text
-    # From bytes, so that line ends stay as they are.
+    # Decode bytes, so that line ends do not change.
     before = after = tried_text = path.read_bytes().decode("utf-8-sig")
     kept: dict[Any, Any] = {}
     best: tuple[Strategy | None, Tried] | None = None

@@ -110,7 +110,7 @@ def read_shape(text: str) -> tuple[int, ...]:
     """
     if text.strip() == "()":
         return ()
-    # `16x4096` too, because tables print shapes so.
+    # `16x4096` is valid too, because tables print shapes in this way.
     parts = [part.strip() for part in re.split(r"[,x]", text)]
     sizes = [size for part in parts if (size := _whole(part)) is not None]
     if len(sizes) < len(parts):
@@ -161,7 +161,7 @@ class Setting:
 
     @property
     def file(self) -> str:
-        """The file in which its user changes rules, as text."""
+        """The name of the file in which the user changes rules."""
         return file_to_edit(self.combined.name, self.combined.source())
 
     @property
@@ -198,8 +198,8 @@ def make_setting(combined: Any, label: str, *, mesh: str | None, devices: int | 
     manager = PartitionManager(combined, mesh=read_mesh(combined, label, mesh, devices))
     dcn = dict(combined.dcn)
     if mesh is not None:
-        # It replaces the mesh of the strategy, with its parts between slices. Not strict: a mesh of
-        # one slice has no `dcn`.
+        # This mesh replaces the strategy's mesh and its parts between slices. `zip` is not strict,
+        # since a mesh of one slice has no `dcn`.
         spec = parse_mesh(mesh)
         dcn = dict(zip(spec.names, spec.dcn, strict=False))
     return Setting(manager=manager, strategy=label, combined=combined, dcn=dcn)

@@ -103,7 +103,7 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> NamedModel:
             and argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
         ]
         key = [jax.random.key(0)] if required else []
-        # `jax.eval_shape` returns arrays only, so `_arrays` keeps what else there is.
+        # `jax.eval_shape` returns arrays only, so `_arrays` keeps all other leaves.
         shapes = jax.eval_shape(lambda *keys: _arrays(init(*keys), result), *key)
     # `eval_shape` traces the function once, so it puts one value into the list.
     (found,) = result
@@ -217,8 +217,8 @@ def infer_on_one_device(
 ) -> Inferred:
     """Infer under a manager on a mesh of one device, for `shard` and `gather` in models.
 
-    The mesh axes are Auto. If JAX refuses the model there, as it refuses `out_sharding=`, they are
-    Explicit.
+    The mesh axes are Auto, or Explicit if JAX refuses the model on Auto axes, as it refuses
+    `out_sharding=`.
 
     Args:
       infer: The inference, which traces the model.

@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_plan_options(command: argparse.ArgumentParser) -> None:
-    """Add the options that say under what a model is planned."""
+    """Add the options for the strategy, the mesh and the hardware of a plan."""
     add_strategy(command, required=True)
     command.add_argument(
         "--mesh", metavar="M", help="such as fsdp:16,tp:4 (default: the strategy's own)"

@@ -111,7 +111,7 @@ def read_programs(
 
 
 def _how_to_return(model: str, function: Callable[..., Any], options: Mapping[str, Any]) -> str:
-    """Return how to pass the arguments that a function lacks, or how to plan it itself; or ""."""
+    """Return how to plan a function with required arguments, or how to pass them; or ""."""
     required = [
         argument.name
         for argument in inspect.signature(function).parameters.values()

@@ -13,7 +13,7 @@ from shardwright.errors import ShardingError, StrategyError, did_you_mean
 from shardwright.plan.planner import Program
 from shardwright.strategy.foreign_files import read_json
 
-# The options that `--batch` and `--set` may give. The first ones are positive integers.
+# The options that `--batch` and `--set` may give. Those in `_WHOLE` are positive integers.
 _WHOLE: Final = ("batch", "length", "chunks")
 _OPTIONS: Final = (*_WHOLE, "remat", "param", "capacity")
 _LENGTH: Final = 4096
@@ -61,7 +61,7 @@ def read_reference(
     from shardwright.interop.hf import programs, read_config
 
     _check(options)
-    # What is not given has the defaults of `programs`.
+    # Missing options have the defaults of `programs`.
     keywords = {key: options[key] for key in ("remat", "chunks") if key in options}
     sizes = read_config(
         str(_config_path(model)),

@@ -279,7 +279,7 @@ def _stoppable(show: ProgressLine) -> Iterator[Callable[[object], bool]]:
 
 @contextlib.contextmanager
 def _fewer_collections() -> Iterator[None]:
-    """Let Python look less often for cycles of objects, which took a tenth of a search.
+    """Run Python's collector of cyclic garbage less often: it took a tenth of a search.
 
     Traces and plans are some million objects, which live as long as the search does.
     """

@@ -20,7 +20,7 @@ from shardwright.dims.primitives import (
 )
 
 DimSizes: TypeAlias = tuple[int, ...]
-# The factors of each dim of an array, major first. A dim that nothing corresponds to has none.
+# The factors of each dim of an array, major first. A dim without a counterpart has no factors.
 FactorsByDim: TypeAlias = tuple[tuple[int, ...], ...]
 
 
@@ -173,7 +173,8 @@ def reshape(old: DimSizes, new: DimSizes) -> Correspondence:
             sides[0][dim].append(len(sizes))
             sides[1][to].append(len(sizes))
             sizes.append(common)
-            # What is left of a dim is its minor part, and meets the next dim of the other side.
+            # The rest of a dim is its minor part. It is compared with the next dim of the other
+            # side.
             left[:0] = [(dim, size // common)] if size > common else []
             right[:0] = [(to, other // common)] if other > common else []
     return _made(sizes, [sides[0]], [sides[1]], roles=roles, adds=True)

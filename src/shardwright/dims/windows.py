@@ -34,7 +34,7 @@ class SlidingWindow:
     def swapped(self, result: int) -> SlidingWindow:
         """Return the transposed window: its results are the elements of this one, and the reverse.
 
-        Where the window itself is sharded, as in the gradient of a kernel, its parts move over the
+        If the window itself is sharded, as in the gradient of a kernel, its parts move over the
         operand like results of this window.
         """
         return dataclasses.replace(self, size=result, stride=self.dilation, dilation=self.stride)
@@ -44,7 +44,7 @@ class SlidingWindow:
 
         Args:
           operand: Size of the dim before the windows.
-          result: Size of the dim after them.
+          result: Size of the dim of the results.
           parts: Number of parts of both. Where a size does not divide, the last part is padded.
 
         Returns:

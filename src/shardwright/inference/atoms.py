@@ -185,8 +185,8 @@ def unify(left: AtomDim, right: AtomDim, on_conflict: Callable[[Atom, Atom], Non
 def regroup(dims: Sequence[AtomDim], shape: Sequence[int]) -> AtomDims:
     """Return the dims of an array after a reshape, which keeps the order of all factors.
 
-    A factor that belongs to two of the new dims is split. If it cannot be split, the dims that
-    belong together there are new.
+    A factor that belongs to two of the new dims is split. If it cannot be split, the new dims that
+    contain it have unknown factors.
     """
     regrouped: list[AtomDim] = []
     for before, after in equal_products([size_of(dim) for dim in dims], shape):

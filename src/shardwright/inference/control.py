@@ -120,8 +120,7 @@ def call(step: InferenceStep) -> list[ArrayFacts] | None:
 
 
 def _carried(step: InferenceStep, starts: Sequence[ArrayFacts]) -> list[ArrayFacts]:
-    """Return the initial values of carries. Arrays count as dependent on everything that the loop
-    reads.
+    """Return the initial values of carries. Arrays depend on everything that the loop reads.
 
     The reason is accumulators: they start as zeros, which depend on nothing, and become results of
     the loop. Scalars stay as they are, because they are often counters.
@@ -142,7 +141,7 @@ def _carried(step: InferenceStep, starts: Sequence[ArrayFacts]) -> list[ArrayFac
 
 
 def _align(step: InferenceStep, before: Sequence[ArrayFacts], after: Sequence[ArrayFacts]) -> None:
-    # After the carries, `after` has the stacked results of a scan, which have no start.
+    # `after` has the carries, then the stacked results of a scan, which have no initial value.
     for first, second in zip(before, after, strict=False):
         for left, right in zip(first.dims, second.dims, strict=True):
             step.same(left, right)

@@ -132,7 +132,7 @@ def pool(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def windowed(step: InferenceStep, dim: AtomDim, size: int) -> AtomDim:
-    """Return the dim of windows along a dim. If their number differs, only a seed's name is kept.
+    """Return the dim of windows along a dim. If the size changes, only a name from a seed stays.
 
     The rows of an image keep their name and their mesh axis after a stride. Names that do not come
     from seeds are found later, so they are not known here.

@@ -106,7 +106,7 @@ def accumulate(
       loss: Function of (params, batch, channel) that returns (`Weighted(total, weight)`, seen) of
         these examples, such as `(cross_entropy(...).weighted, None)`. It runs inside a `shard_map`
         over the mesh axes of BATCH. With a key, it is called with `key=` too. It may not close over
-        a key: all microbatches would have the same.
+        a key: all microbatches would have the same key.
       n: Number of microbatches. It divides the number of examples of a device.
       specs: The `ArraySpec`s of the parameters.
       mean_over: "examples" if the loss returns (mean, seen), where the mean is a scalar that counts

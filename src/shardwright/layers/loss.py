@@ -349,7 +349,7 @@ def _check_labels(x: Any, labels: Any, chunks: int) -> None:
         )
     read_integer("chunks", chunks, error=LayerError, fix="pass 1 for all tokens at once")
     manager, length = context.current(), x.shape[1]
-    # If a shard_map has split the length, it is that of a shard.
+    # If a shard_map has split the length, `length` is the length of a shard.
     is_local = manager is None or any(split_over((length,), (QUERY_LENGTH,)))
     shards = 1 if is_local else manager.axis_size(QUERY_LENGTH, length)
     if (length // shards) % chunks:

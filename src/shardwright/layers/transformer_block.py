@@ -381,8 +381,8 @@ def apply(
       run: Function that runs the layers of a scan, such as `sw.pipeline`.
 
     Returns:
-      (x, state). The state has the written caches, and of each MoE layer the same bias and this
-      call's statistics.
+      (x, state). The state has the written caches. For each MoE layer it has the same bias, and
+      this call's statistics.
 
     Raises:
       LayerError: Caches are given with `scan`, or the number of caches, of MoE states, of scalings

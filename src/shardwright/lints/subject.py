@@ -53,7 +53,7 @@ class Subject:
       axes: Axes that the strategy declares.
       rules: Compiled rules.
       source: Function from a key path to `file:line`.
-      file: The file in which its user changes rules, as text.
+      file: The name of the file in which the user changes rules.
       own_mesh: Whether the mesh is the strategy's own.
       sizes: Size of each mesh axis; -1 if it depends on the number of devices.
       crossing: Mesh axes that cross slices, at least with a part of their devices.

@@ -147,9 +147,9 @@ class SemanticShardMap:
                 for leaf, spec in zip(leaves, specs, strict=True)
             ]
             local = jax.tree.unflatten(structure, vary)
-            # The specs are leaves of a tree of the arguments' structure, so the three orders agree.
-            # INPUTS is part of JAX's cache keys, so a function that is jitted inside `f` is traced
-            # again for other inputs.
+            # `dims`, leaves and specs have one order, since the specs have the arguments'
+            # structure. INPUTS is part of JAX's cache keys, so a function that is jitted inside `f`
+            # is traced again for other inputs.
             with context.INPUTS(inputs_of(dims, jax.tree.leaves(local), specs)):
                 return self.f(*local)
 

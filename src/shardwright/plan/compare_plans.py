@@ -211,7 +211,7 @@ def _sent_by_axis(plan: Mapping[str, Any]) -> Counter[str]:
 
 
 def _lines(plan: Mapping[str, Any]) -> dict[str, frozenset[Hashable]]:
-    """Return what a plan says about each line of the model, apart from its number."""
+    """Return what a plan says about each line of the model, without the line's number."""
     lines: dict[str, Counter[Hashable]] = {}
     for event in _events(plan):
         # The rules name lines of the strategy file, which may have moved as well.
@@ -224,9 +224,9 @@ def _lines(plan: Mapping[str, Any]) -> dict[str, frozenset[Hashable]]:
 
 
 def _places(plan: Mapping[str, Any], moved: Mapping[str, str]) -> dict[str, str]:
-    """Return the place in the right plan of each line of the left plan that has another one there.
+    """Return the new place of each line of the left plan that has another place in the right plan.
 
-    A line of the left plan that is gone, and whose number another line has now, is marked.
+    If a line is gone and another line has its number now, its place is marked `(before)`.
     """
     taken = set(moved.values())
     gone = {source for source in _lines(plan) if source in taken and source not in moved}
@@ -294,11 +294,11 @@ def moved_lines(before: SaysByLine, after: SaysByLine) -> dict[str, str]:
     moved: dict[str, str] = {}
     for file in dict.fromkeys(source.rpartition(":")[0] for source in before):
         left, right = (
-            # A number under which both plans say the same is a line that did not move.
+            # If both plans say the same about a number, the line did not move.
             [each for each in _lines_of(file, lines) if before.get(each) != after.get(each)]
             for lines in (before, after)
         )
-        # `autojunk` would pass over what many lines have in common, in files of 200 lines or more.
+        # In files of 200 lines or more, `autojunk` would ignore lines that occur often.
         matcher = difflib.SequenceMatcher(
             None, [before[each] for each in left], [after[each] for each in right], autojunk=False
         )

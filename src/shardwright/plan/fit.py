@@ -12,8 +12,8 @@ from shardwright.plan.walk.entries import Peak
 # more than their upper end. In `benchmarks.fits`, the upper end is at least 0.95 of the need.
 _SAFE: Final = 0.95
 # Largest lower end that may fit. The lower end is no proof: of 79 compiled programs, one needs 0.92
-# of it (`tests.plan.test_tpu_memory`), and each decoder of `benchmarks.fits` at least 0.95. What
-# `Peak.sure` counts is a proof.
+# of it (`tests.plan.test_tpu_memory`), and each decoder of `benchmarks.fits` at least 0.95. Only
+# `Peak.sure` proves that a program does not fit.
 _LOWER: Final = 1.1
 
 

@@ -24,7 +24,7 @@ from shardwright.vocabulary.units import bytes_text
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-_TRIES: Final = 6  # largest number of meshes that are planned, each in about a second
+_TRIES: Final = 6  # most meshes to plan; each takes about a second
 
 _MeshOnSlice = tuple[Topology, dict[str, int]]
 
@@ -65,7 +65,7 @@ def find_other_mesh(program: Program, manager: Manager, topology: Topology) -> F
     """
     if topology.crossing:
         return None
-    traced = trace_program(manager, program, topology)  # its arguments are those under every mesh
+    traced = trace_program(manager, program, topology)  # arguments are the same under every mesh
     meshes: list[tuple[int, dict[str, int]]] = []
     for sizes in _exchanged(mesh_sizes(manager.mesh), manager):
         other = _on(manager, sizes)
@@ -164,7 +164,7 @@ def _larger(sizes: Mapping[str, int], topology: Topology, held: int) -> Iterator
             return
 
 
-_CAUSES: Final = 3  # rules that are changed, those that replicate most; each is planned in a second
+_CAUSES: Final = 3  # most rules to change; planning each takes a second
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,8 @@ class FittingRules:
     needs: int
 
     def __str__(self) -> str:
-        # With the header of the table: a dotted key at the end of a file belongs to its last table.
+        # The text has the table's header, since a dotted key at the end of a file is in its last
+        # table.
         written = [
             f'[{table or "rules"}] {name} = "{text}"'
             for key, text in self.settings.items()
@@ -232,7 +233,7 @@ def find_smaller_rules(
 def _changes(
     strategy: Strategy, manager: PartitionManager, state: StateBytes
 ) -> Iterator[dict[str, str]]:
-    """Yield settings that shard what is replicated most, and the residual."""
+    """Yield settings that shard the most replicated arrays, and the residual."""
     saved: dict[tuple[str, str], int] = {}
     for leaf in state.leaves:
         if leaf.category in (Category.INPUTS, Category.CACHE):
@@ -255,7 +256,7 @@ def _changes(
         gather = "+".join(dict.fromkeys([*policy.gather, axis]))
         is_policy = name in ("largest_dim", "zero1")
         change = {f"{'policy' if is_policy else 'params'}.{name}": wider}
-        # What zero1 adds to optimizer state is never gathered.
+        # Optimizer state is never gathered over the mesh axes that zero1 adds.
         yield change if name == "zero1" else {**change, "policy.gather": gather}
         if policy.zero1 is None and Category.OPTIMIZER in state.categories:
             yield {"policy.zero1": f"{axis} | -"}

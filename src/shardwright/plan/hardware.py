@@ -71,7 +71,7 @@ _NEAREST = 3  # number of slices that an error proposes
 _TOPOLOGY = re.compile(
     r"(?:([0-9]{1,4})x)?([A-Za-z][A-Za-z0-9_-]*):([0-9]{1,4}(?:x[0-9]{1,4}){0,3})(?:@([a-z]+))?"
 )
-_MOST_DOMAINS: Final = 4096  # domains that are tried to hold a program
+_MOST_DOMAINS: Final = 4096  # most domains to try for a program
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ def read_hardware(overlay: str | None = None) -> dict[str, Chip]:
     if overlay is not None:
         source = Path(overlay).name
         for name, cells in _read_overlay(overlay).items():
-            # Key by key, so that the file of a user may name only what differs.
+            # Keys replace each other one by one, so a user's file may name only those that differ.
             data[name] = {**data.get(name, {}), **cells}
     problems: list[Problem] = []
     for name, cells in data.items():
@@ -307,7 +307,7 @@ def _chip(name: str, cells: Mapping[str, Any]) -> Chip:
     link = cells["link_gbps"]
 
     def rate(key: str, scale: float, default: float = 0.0) -> float:
-        """Return the rate of a device. The file has those of a chip."""
+        """Return the rate of a device. The file has the rates of a chip."""
         return cells[key]["value"] * scale / devices if key in cells else default
 
     flops = rate("bf16_tflops", 1e12)

@@ -23,7 +23,7 @@ from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.hardware import Topology
 from shardwright.vocabulary.shown import data_of
 
-# XLA runs these in two legs: inside each slice, and between slices for the part of each device.
+# XLA runs these in two steps: inside each slice, then between slices for each device's part.
 _SHARED: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 
 
@@ -108,7 +108,7 @@ class Layout:
         )
         if chip.domain:
             others = self.devices_inside(mesh_axes) - 1
-            # A domain may be one device, which has no others.
+            # A domain may have only one device.
             links = chip.links if others else 0
             if others and not chip.switched:
                 links *= others / (chip.domain - 1)
@@ -153,7 +153,7 @@ def lay_out(topology: Topology, sizes: Mapping[str, int]) -> Layout:
             fix="give one mesh axis the size -1, or change the topology",
         )
     crossing = _crossing(topology, sizes)
-    # From here, sizes are those inside one slice. All slices are laid out alike.
+    # From here on, sizes are inside one slice. All slices have the same layout.
     sizes = {axis: size // crossing.get(axis, 1) for axis, size in sizes.items()}
     sides = {side: length for side, length in topology.sides.items() if length > 1}
     taken = _whole_sides(sides, sizes) or _parts_of_sides(sides, sizes)

@@ -4,9 +4,8 @@ Every time of a collective comes from here: those of a plan, of the ranking of a
 compiled program.
 
 For GPUs this has the cost model of NCCL, with the constants of `src/graph/tuning.cc` (as of 2026):
-seconds = latency + bytes / bandwidth, and NCCL runs the way with the fewest seconds. Left out are
-the ways that only make a collective faster and that not every cluster has: LL128, NVLink SHARP and
-CollNet.
+seconds = latency + bytes / bandwidth, and NCCL runs the way with the fewest seconds. LL128, NVLink
+SHARP and CollNet are left out: they only make a collective faster, and not every cluster has them.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def collective_seconds(
             layout.slices_of(mesh_axes),
             pcie=not layout.topology.chip.nvlink,
         )
-        # NCCL runs what its cost model finds fastest: latency + bytes / bandwidth.
+        # NCCL runs the way that its cost model finds fastest: latency + bytes / bandwidth.
         high = min(latency + high / share for share, latency in ways)
     return SecondsRange(low=low, high=high)
 
@@ -109,7 +108,8 @@ class _Protocol:
 
 
 # LL sends a flag with every 4 bytes. NCCL gives it half of the bandwidth, and caps it by tables of
-# CPUs and GPUs. Here it has a quarter, as in releases without the tables. Simple uses all of it.
+# CPUs and GPUs. Here LL has a quarter, as in releases without the tables. Simple has the whole
+# bandwidth.
 _RING: Final = (
     _Protocol(share=0.25, start=6.6, nvlink=0.6, pcie=1.0, network=2.7),
     _Protocol(share=1.0, start=8.4, nvlink=3.4, pcie=5.7, network=14.0),

@@ -210,10 +210,10 @@ def leaf_bytes(value: Any, sharding: Any, *, path: str = "") -> LeafBytes:
         over = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in named)
         copies = math.prod(sizes[axis] for axis in over)
     else:
-        # As text, because slices have no hash before Python 3.12.
+        # The key is text, because slices have no hash before Python 3.12.
         places = {str(index) for index in sharding.devices_indices_map(shape).values()}
         copies = sharding.num_devices // len(places)
-    # The dtype of typed random keys is none of NumPy's.
+    # Typed random keys have a dtype that NumPy does not know.
     extended = jax.numpy.issubdtype(value.dtype, jax.dtypes.extended)
     return LeafBytes(
         path=path,

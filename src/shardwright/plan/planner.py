@@ -39,7 +39,7 @@ from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 
-_NAMED: Final = 3  # arrays that an error names
+_NAMED: Final = 3  # most arrays that an error names
 # How to annotate an argument, by what it holds.
 _ANNOTATE: Final = {
     Category.OPTIMIZER: "annotate it in specs= with sw.annotate_state(state, specs)",
@@ -126,7 +126,7 @@ class PlanReport:
     time: TimeRange | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        # Once: a search asks each candidate dozens of times, to sort and to compare them.
+        # Computed once: a search reads it dozens of times per candidate, to sort and compare.
         time = None
         if self.layout is not None:
             held = self.state.of().per_device
@@ -287,7 +287,7 @@ def read_arguments(
 
 def _roles(program: Program) -> list[Role | None]:
     """Return the role of each array of the arguments, or None where its annotation decides."""
-    # Moments have the annotation of their parameter. Only the category tells that `zero1` applies.
+    # Moments have the annotation of their parameter. Only the category shows that `zero1` applies.
     categories = read_holds(program.shapes, program.holds)
     return [None if category is None else ROLES[category] for category in categories]
 
@@ -313,7 +313,7 @@ def price(
       ShardingError: An annotation does not resolve.
     """
     shapes = program.shapes
-    # Before the walk, which takes the first of several possible roles of an output.
+    # Check this before the walk, which takes the first of several possible roles of an output.
     check_outputs(traced, manager)
     _check_weights(manager, traced, program)
     state = program_state(manager, traced, program)
@@ -340,10 +340,10 @@ def price(
 
 
 def _check_weights(manager: Manager, traced: Trace, program: Program) -> None:
-    """Refuse arguments that are inputs by their annotations, and weights inside the program.
+    """Refuse arguments that are annotated like inputs but used as weights inside the program.
 
-    Under the rules of activations they would be stored otherwise than the program says, and a plan
-    would have other collectives.
+    Under the rules of activations, they would be stored differently than in the program, and a plan
+    would have different collectives.
 
     Raises:
       StrategyError: There are such arguments, and `holds` does not say what they are.

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from shardwright.resolution.partition_specs import entry_names
 
-# Mesh axis of a trace -> the mesh axes that take its place. None does for an axis of size 1.
+# Mesh axis of a trace -> the mesh axes that take its place. An axis of size 1 has none.
 Renaming: TypeAlias = Mapping[str, tuple[str, ...]]
 
 
@@ -27,7 +27,7 @@ def find_renaming(
     """Return the mesh axes that replace each old one, or None if the traces would differ.
 
     Args:
-      pairs: For each answer, its spec on the old mesh and on the new one.
+      pairs: The spec of each answer on the old mesh and on the new one.
       old: Mesh axis -> size, of the mesh of the trace.
       new: The same of the other mesh.
     """
@@ -61,7 +61,7 @@ def _extend(
     old: Mapping[str, int],
     new: Mapping[str, int],
 ) -> bool:
-    """Add what one dim tells to a renaming. Return False if it contradicts the renaming."""
+    """Add the renamed mesh axes of one dim. Return False if they contradict the renaming."""
     rest = list(goal)
     for axis in held:
         if axis not in renaming:

@@ -39,7 +39,7 @@ class Category(enum.StrEnum):
     __hash__ = str.__hash__
 
 
-# The role under which the arrays of a category are resolved. None: the annotation decides.
+# The role under which the arrays of a category are resolved. None leaves it to the annotation.
 ROLES: Final = {
     Category.PARAMETERS: Role.PARAM,
     Category.GRADIENTS: Role.PARAM,
@@ -286,10 +286,10 @@ def _leaf(manager: Manager, array: CountedArray) -> StateLeaf:
 
 
 def _cause(resolution: Resolution | None, counted: LeafBytes, axis: str, manager: Manager) -> Cause:
-    """Return the rule that skipped the mesh axis because of a size, else that of the largest dim.
+    """Return the rule that skipped the mesh axis for a size, else the rule of the largest dim.
 
     The largest dim is the one with the most elements per device that the mesh axis divides. If
-    `policy.largest_dim` names the mesh axis, it says why it does not shard the array over it.
+    `policy.largest_dim` names the mesh axis, the cause is why the policy does not shard the array.
     """
     sizes, policy = manager.mesh.shape, manager.rules.policy.largest_dim
     devices = sizes[axis]

@@ -69,7 +69,7 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
         + work.fp8_flops / chip.fp8_flops
         + work.f32_flops / chip.f32_flops
     )
-    # The smallest branches are taken to have the types of the largest ones.
+    # The smallest branches are assumed to compute in the types of the largest ones.
     low = high * work.min_flops / max(work.flops, 1)
     moved = work.host_bytes / chip.host_rate if chip.host_rate else 0.0
     # Matmuls may read an argument several times or, as a table of embeddings, not at all.

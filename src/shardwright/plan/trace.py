@@ -76,7 +76,7 @@ class Trace:
       answers: The requests whose answers may have changed the trace.
       mesh: Size of each mesh axis.
       attention: Rules of the strategy that choose an implementation of attention.
-      memory: Rules of the strategy that put arrays on the host, where their types are others.
+      memory: Rules of the strategy that put arrays on the host. They change the types of arrays.
       saved: Rules of the strategy that choose what rematerialization saves.
       pipeline: `[pipeline]` of the strategy, or None.
       attention_calls: The calls of attention, and the implementation that each takes.
@@ -107,10 +107,9 @@ class Trace:
         return not holds_primitive(self.jaxpr, "shard_map")
 
     def renaming(self, manager: Manager) -> Renaming | None:
-        """Return the mesh axes by which a trace under this manager differs, or None if it differs.
+        """Return the mesh axes to rename in the trace for a manager, or None if it does not fit.
 
-        It is empty if the trace itself fits. Otherwise the trace is planned under the manager with
-        other names of mesh axes. The program must be for `any_mesh`.
+        The renaming is empty if the trace fits as it is. The program must be for `any_mesh`.
         """
         if not self.moves_alike(manager):
             return None
@@ -124,7 +123,7 @@ class Trace:
         return find_renaming(pairs, self.mesh, dict(manager.mesh.shape))
 
     def moves_alike(self, manager: Manager) -> bool:
-        """Tell whether the rules put the same values on the host."""
+        """Tell whether the rules of two managers put the same values on the host."""
         rules = manager.rules
         return self.memory == rules.memory and self.saved == rules.saved
 
@@ -184,7 +183,7 @@ class Recorder:
         if self.typed:
             self._keep(decided.request, decided.placement.spec)
             x = constrain(x, decided)
-        # Which is all that says that the array is in a stage of a pipeline.
+        # Only this shows that the array is in a stage of a pipeline.
         request = decided.request._replace(manual=decided.request.manual & {STAGES})
         return annotate(x, Annotation(request, decided.strict))
 
@@ -254,7 +253,7 @@ def trace(
             "were given",
             fix="give one annotation, or a tree of annotations, for each argument",
         )
-    # Not by the planning manager, which would record the requests as those of the program.
+    # The planning manager must not do this: it would record the requests as the program's own.
     shardings = [_type_sharding(each, manager) for each in inputs]
     arguments = jax.tree.unflatten(structure, map(argument_of, leaves, shardings))
 
@@ -291,7 +290,7 @@ def trace(
             for leaf in _annotated(traced.out_info, outputs, "outputs")
         )
     by_role = _roles_by_arguments(goals, inputs, planning)
-    with context.TARGET(platform):  # which decides the branches by platform
+    with context.TARGET(platform):  # the platform decides which branches run
         attention_calls = read_attention_calls(jaxpr)
     return Trace(
         jaxpr=jaxpr,
@@ -367,8 +366,8 @@ def fetching(manager: Manager, function: Callable[..., Any]) -> Callable[..., An
 def hosted_outputs(traced: Trace, manager: Manager, donated: Sequence[bool]) -> list[bool]:
     """Return, per output, whether it is returned in the memory of the host.
 
-    Its annotation says so. If that is not clear, the output is where the donated argument is whose
-    memory it takes: as in JAX, the first one of the same shape and dtype.
+    Its annotation says so. Otherwise the output is in the memory of the donated argument that it
+    overwrites. As in JAX, this is the first one of the same shape and dtype.
     """
     waiting: dict[Any, list[bool]] = {}
     for given, variable, may in zip(traced.inputs, traced.jaxpr.invars, donated, strict=True):
@@ -431,9 +430,9 @@ def _roles_by_arguments(
 ) -> list[tuple[Any, ...]]:
     """Return each output with the role of the arguments that have its annotation and its shape.
 
-    A training step returns the parameters and the state that it takes. The annotations of a weight
-    and of its moments may be the same, but under `zero1` their specs differ. So an output may have
-    several entries, one per role.
+    A training step returns its parameters and state. A weight and its moments may have the same
+    annotation, but under `zero1` their specs differ. So an output may have several entries, one per
+    role.
     """
 
     def own_role(request: ShardingRequest) -> Role:
@@ -457,7 +456,7 @@ def _roles_by_arguments(
         roles = dict(known.get(key(goal), {}))
         own = own_role(goal)
         if own is Role.PARAM and not isinstance(goal.annotation, PartOf):
-            roles[own] = None  # the annotation of a weight: the weight itself may be no argument
+            roles[own] = None  # the annotation is of a weight; the weight itself may be no argument
         found.append(tuple(goal._replace(role=role) for role in roles) or (goal,))
     return found
 
@@ -496,7 +495,7 @@ def _annotated(tree: Any, annotations: Any, name: str) -> list[Leaf]:
 def _written_rule(decision: DimDecision, axis: str, manager: Manager) -> str:
     """Return the text of the rule or the policy that put a mesh axis on a dim."""
     ref, zero1 = decision.rule, manager.rules.policy.zero1
-    if zero1 is not None and axis in decision.zero1:  # as a minor axis of a dim with another rule
+    if zero1 is not None and axis in decision.zero1:  # a minor axis of the dim
         ref = zero1.ref
     return "" if ref is None else ref.written
 

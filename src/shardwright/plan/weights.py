@@ -25,7 +25,7 @@ class ArgumentAsWeight:
 
     Attributes:
       argument: Position of the array among all arrays of the arguments.
-      cut: Number of its first dims that scans cut before it is annotated.
+      cut: Number of leading dims that scans remove before it is annotated.
       request: The annotation, with the role param.
       source: Line of the annotation.
     """
@@ -50,9 +50,10 @@ def arguments_as_weights(jaxpr: Any) -> tuple[ArgumentAsWeight, ...]:
 def _follow(
     jaxpr: Any, inputs: Sequence[_Known], found: dict[int, ArgumentAsWeight], outer: str = ""
 ) -> list[_Known]:
-    """Add the annotations of a jaxpr, and return which of its results are arguments.
+    """Add the annotations of a jaxpr, and return the argument that each result is, or None.
 
-    An equation that has no line of the user, as inside of `gather`, has that of the call, `outer`.
+    An equation without a line of the user, as inside of `gather`, has the line of the call,
+    `outer`.
     """
     known: dict[Any, _Known] = dict(zip(jaxpr.invars, inputs, strict=True))
     for equation in jaxpr.eqns:

@@ -254,7 +254,7 @@ def host_blocks(
     """
     dim, cut = route.pieces.dim, list(boxes)
     if dim is not None:
-        # A block is one group of rows, as no other step cuts it.
+        # No other step cuts a block, so it is one group of rows.
         firsts = [(box[dim].start or 0) + start for box in boxes]
         cut = [
             (*box[:dim], slice(first, first + route.pieces.size), *box[dim + 1 :])

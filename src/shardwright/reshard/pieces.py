@@ -27,7 +27,8 @@ class Pieces:
       groups: Number of groups along the dimension of the whole array.
       rows: Number of rows of a group.
       size: Number of rows in a piece, for each group.
-      count: Number of pieces. The last overlaps the one before if `size` does not divide `rows`.
+      count: Number of pieces. The last piece overlaps the piece before it if `size` does not divide
+        `rows`.
       bytes: Bytes of a piece over all devices, at the step with the most bytes.
     """
 

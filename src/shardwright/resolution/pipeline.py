@@ -1,4 +1,4 @@
-"""`[pipeline]` of a strategy, which layers a stage holds, and which microbatch it works on when."""
+"""`[pipeline]` of a strategy: the layers of each stage, and its microbatch in each tick."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def check_axes(places: Iterable[tuple[str, str]], own: Iterable[str], *, declare
     Args:
       places: Where each axis is given, and its canonical name.
       own: Axes besides those of the vocabulary.
-      declare: How to declare an axis of one's own. The messages end with it.
+      declare: How to declare an axis of one's own, as the last words of a message.
 
     Raises:
       UnknownAxisError: Some are neither in the vocabulary nor in `own`. All are reported at once.

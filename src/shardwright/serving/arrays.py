@@ -253,7 +253,7 @@ class Arrays(abc.ABC):
         with setup.under(MODE_DECODE):
             read = jax.make_jaxpr(functools.partial(steps.read, setup.model), return_shape=True)
             traced, (logits, _) = read(setup.params, tokens, self._layers(), valid)
-        # `valid` is the last input of the traced program. An equation must read it.
+        # `valid` is the last input of the traced program, and some equation must read it.
         used = (variable for equation in traced.jaxpr.eqns for variable in equation.invars)
         if not any(variable is traced.jaxpr.invars[-1] for variable in used):
             raise ServingError(

@@ -209,7 +209,7 @@ class Loop:
         its request.
 
         Args:
-          before: Read those of the steps with a smaller number. None means all.
+          before: Read only the calls of steps with a smaller number. None means all calls.
         """
         while self._in_flight and (before is None or self._in_flight[0].step < before):
             call = self._in_flight.popleft()

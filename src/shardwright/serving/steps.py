@@ -364,7 +364,7 @@ def _repeat(count: int, step: Callable[[S], tuple[S, Sampled]], state: S) -> tup
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PagedBatch:
-    """The sequences of a call, as few arrays of the host as possible, because each costs time.
+    """The sequences of a call, in few arrays, because each transfer from the host costs time.
 
     Attributes:
       tables: `[batch, pages_per_slot]` int32.

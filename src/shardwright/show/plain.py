@@ -13,8 +13,9 @@ from shardwright.vocabulary.shown import data_of, function_for
 def plain(value: Any) -> Any:
     """Return a value as plain data.
 
-    Tuples are lists, and members of enumerations are text. A dataclass has the data of its function
-    in this room, or of its `to_json` if a `from_json` reads it back; else it has all of its fields.
+    Tuples are lists, and members of enumerations are text. A dataclass becomes the result of its
+    function in this room, or of its `to_json` if a `from_json` reads it back, or else all of its
+    fields.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # Another format would break the reader, so the class itself decides on it.

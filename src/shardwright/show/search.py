@@ -161,8 +161,8 @@ def candidate_rows(shown: Sequence[Candidate]) -> list[list[str]]:
     assert layout is not None
     head += ["host link", f"between {layout.topology.group}s", "fits"]
     rows = [_row(candidate) for candidate in shown]
-    # Columns by position in `head`: 0 is the variant, 3 the settings. The last but one is the bytes
-    # between slices. The one before it is the moves over the host link.
+    # Columns by position in `head`: 0 has the variant, 3 the settings, -2 the bytes between slices,
+    # and -3 the moves over the host link.
     absent = {0} if not any(candidate.variant for candidate in shown) else set()
     if not any(candidate.slice_bytes for candidate in shown):
         absent.add(len(head) - 2)

@@ -115,7 +115,7 @@ class ShardPicture:
     def _panels(self) -> Iterator[tuple[str, list[str], list[str], list[list[str]]]]:
         """Yield the heading, the names of rows and columns, and the cells of each panel.
 
-        The last two cut dims are rows and columns. Each block of the others is a panel.
+        The last two cut dims are rows and columns. Each block of the other cut dims is a panel.
         """
         every: list[SplitDim | None] = [None] * (2 - len(self.dims))
         every.extend(self.dims)
@@ -168,8 +168,8 @@ def visualize(
     """Return a picture of which device holds which block. It is text in a terminal, SVG in Jupyter.
 
     The last two dims that are cut are rows and columns. If more dims are cut, there is a panel for
-    each block of the others. Devices of an array have their ids. Other devices are numbered in the
-    order of the mesh, the last mesh axis fastest.
+    each block of the other cut dims. Devices of an array have their ids. Other devices are numbered
+    in the order of the mesh, the last mesh axis fastest.
 
     Args:
       x: An array, a `jax.ShapeDtypeStruct` with a sharding, a sharding, a `PartitionSpec`, or a

@@ -51,7 +51,7 @@ class Golden:
         so tests that differ only in parameters share these files.
       rivals: the tests, with this one, that would use the same file by default.
       used: name → text of each file that the test has used.
-      written: the names of those that were written.
+      written: the names of the files that were written.
     """
 
     folder: Path

@@ -268,8 +268,7 @@ def _on_one_mesh(own: Any, wanted: Any) -> bool:
 
 
 def _differences(pair: Wanted) -> list[str]:
-    """Return the dims with different mesh axes, as `dim 1 HEAD: -, not tp`, and all other
-    differences.
+    """Return the dims with different mesh axes, as `dim 1 HEAD: -, not tp`, and the other problems.
 
     Nothing if the array is sharded as expected.
     """

@@ -62,7 +62,7 @@ class _Gathering:
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: mesh axes of the keys alone, or weights."""
+    """Return why a call cannot be served: mesh axes shard only the keys, or it asks for weights."""
     rest = [axis for axis in call.specs.kv_length if axis not in call.specs.q_length]
     if not rest:
         return shards.no_weights(call)

@@ -34,8 +34,8 @@ from shardwright.attention.parts.dropout import keep_factors
 from shardwright.attention.parts.online_softmax import Running
 from shardwright.attention.parts.shards import lengths_are_whole, no_weights, run_on_shards
 
-# The operands that have gradients. `custom_vjp` takes them apart from the integers, whose
-# cotangents would have the dtype float0.
+# The operands that have gradients. `custom_vjp` takes them separately: cotangents of integers would
+# have the dtype float0.
 _FLOATS = ("q", "k", "v", "bias", "sinks")
 _NO_FLOATS = dict.fromkeys(_FLOATS)
 
@@ -352,9 +352,9 @@ def _add_gradients(
     block: Operands,
     gradients: Any,
 ) -> Any:
-    """Return gradients with those of block `i` of the queries and block `j` of the keys added.
+    """Add the gradients of block `i` of the queries and block `j` of the keys.
 
-    `gradients` has those of all queries and of the bias, and those of this block of keys.
+    `gradients` has the gradients of all queries, of the bias, and of this block of keys.
     """
     dq, dbias, dk, dv = gradients
     first = i * grid.q_block
@@ -405,7 +405,7 @@ def _logit_gradients(
 def _add_bias(
     dbias: jax.Array, ds: jax.Array, bias: jax.Array, q_start: jax.Array, kv_start: jax.Array
 ) -> Any:
-    """Return the gradient of the bias with that of a block added, summed over broadcast dims."""
+    """Add the gradient of a block to the gradient of the bias, summed over broadcast dims."""
     # A dim of size 1 was broadcast, and the transpose of a broadcast is a sum.
     shared = tuple(dim for dim in range(4) if bias.shape[dim] == 1)
     part = jnp.sum(ds, axis=shared, keepdims=True)

@@ -51,7 +51,7 @@ class _Ring:
 
     @property
     def hops(self) -> tuple[int, ...]:
-        """How many ranks the keys move between one step and the next."""
+        """Number of ranks by which the keys move between two steps."""
         return tuple(
             after - before for before, after in zip(self.steps, self.steps[1:], strict=False)
         )

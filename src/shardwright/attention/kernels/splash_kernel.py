@@ -60,7 +60,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """The rows that the mask reads, int32 `[batch or 1, 1, length]` each, all with one batch.
+    """The rows that the mask reads: int32 `[batch or 1, 1, length]` each, with equal batch sizes.
 
     Attributes:
       q_positions: Positions of the queries.

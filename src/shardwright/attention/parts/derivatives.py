@@ -23,7 +23,7 @@ def differentiable(values: ValuesFunction, backward: Backward) -> ValuesFunction
     """Return `values` with a backward pass of its own.
 
     JAX differentiates the forward and the backward pass if derivatives nest, so `jax.hessian` and
-    `jax.jvp` of `jax.grad` work. Forward mode alone is refused by JAX.
+    `jax.jvp` of `jax.grad` work. JAX refuses forward mode alone.
 
     Args:
       values: Function of `(static, floats, others)`: a hashable value, arrays by name that have

@@ -160,7 +160,7 @@ def run_on_shards(
 
 
 def run_opaque(kernel: Kernel, operands: Operands, call: AttentionCall) -> Result:
-    """Run a kernel as `run_on_shards` does, if JAX cannot look into it, as into a Pallas kernel.
+    """Run a kernel that JAX cannot look into, such as a Pallas kernel, like `run_on_shards`.
 
     Derivatives of gradients are refused.
 
@@ -176,7 +176,7 @@ def inside_shard_map(call: AttentionCall) -> tuple[str, ...]:
     """Return the reason to refuse an opaque kernel inside a `shard_map` over all mesh axes.
 
     If that `shard_map` tracks varying mesh axes, it cannot do so through the kernel. If a mesh axis
-    is left, `run_opaque` calls another `shard_map` over it, which does not track them.
+    is left, `run_opaque` calls another `shard_map` over it, which tracks no axes.
     """
     ambient = _jax.ambient_mesh()
     if ambient is None or not ambient.manual_axes or not _jax.tracks_varying():

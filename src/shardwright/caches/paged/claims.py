@@ -75,7 +75,7 @@ def claim_pages(
     )
 
     def needs(asking: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return pages needed, their first column, and who needs a copy, for slots that ask."""
+        """Return the pages that asking slots need, their first columns, and who needs a copy."""
         earlier_copies = jnp.sum(before & asking[None, :], axis=1, dtype=jnp.int32)
         copies = asking & (holders - earlier_copies > 1)
         first = count_pages(lengths, page_size) - copies.astype(jnp.int32)
@@ -97,8 +97,7 @@ def claim_pages(
         at = jnp.argmax(need > left)
         return asking & ~((numbers >= at) & (need > left[at]))
 
-    # Every iteration refuses at least one slot, so there are at most `batch`; none if pages
-    # suffice.
+    # Every iteration refuses a slot, so there are at most `batch`, and none if pages suffice.
     served = jax.lax.while_loop(lacks, refuse, counts > 0)
     need, first, copies = needs(served)
     # `size` makes the shape static: no call needs more pages than this.

@@ -36,8 +36,8 @@ def copy_pages(buffers: PlacedArrays, sources: jax.Array, targets: jax.Array) ->
         def copy(_: jax.Array, old: Buffers) -> Buffers:
             return {name: _copy(x, sources, targets, axes) for name, x in old.items()}
 
-        # A loop of zero or one steps instead of a conditional, because XLA updates the buffers of a
-        # loop in place and would copy those of a conditional.
+        # Use a loop of zero or one steps instead of a conditional: XLA updates the buffers of a
+        # loop in place, and would copy those of a conditional.
         steps = jnp.any(sources < pages).astype(jnp.int32)
         copied: Buffers = jax.lax.fori_loop(0, steps, copy, old)
         return copied

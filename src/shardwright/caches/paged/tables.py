@@ -1,8 +1,7 @@
 """Page ownership, computed identically on every shard: which slot uses which pages.
 
 Each function takes the ownership before an operation and the caller's arguments, and returns a
-decision: the ownership after it, the refusals, and the rows to write. No function needs keys or
-values.
+decision: the new ownership, the refusals, and the rows to write. No function needs keys or values.
 """
 
 from __future__ import annotations

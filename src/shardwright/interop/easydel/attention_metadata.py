@@ -320,7 +320,7 @@ class AttentionMetadata:
         return spec
 
     def options(self, keywords: Mapping[str, Any]) -> Options:
-        """Return the options of a call. The metadata has those that the call does not give."""
+        """Return the options of a call. The metadata has those that are missing."""
         options = read_options(keywords)
         manager = self.partition_manager if options.manager is None else options.manager
         mode = manager.mode if options.mode is None else options.mode

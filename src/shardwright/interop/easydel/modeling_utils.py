@@ -151,7 +151,7 @@ def _check_table(name: str, table: tuple[int, ...], tensor: tuple[int, ...]) -> 
     )
     fits = len(tensor) == len(table) == 4 and table[2] >= tensor[2] and table[3] == tensor[3]
     fits = fits and all(rows in (1, size) for rows, size in zip(table[:2], tensor[:2], strict=True))
-    # [batch, length, heads, head_dim] with a table of this length: rows would be heads.
+    # If the tensor is [batch, length, heads, head_dim], the table would rotate heads as positions.
     if fits and table[2] == tensor[1] > tensor[2]:
         fits = False
         fix = (

@@ -117,7 +117,7 @@ class LoadedDecoder:
         Args:
           params: What `load` returns.
           tokens: `[batch, length]` int32.
-          caches: One per layer. The tokens follow those in them.
+          caches: One per layer. The tokens are appended to the cached ones.
           valid: `[batch, length]` bool, False for padding.
 
         Raises:

@@ -105,7 +105,7 @@ def read_names(
     Args:
       names: Name -> (axis, role), or an axis for both roles. None maps nothing.
       own_axes: Axes besides those of the vocabulary.
-      declare: How to declare the user's own axis. Messages end with it.
+      declare: How to declare the user's own axis, as the last words of a message.
       are_imported: Whether `embed` may be mapped to `logical_embed`, as an import without `names`
         does.
 

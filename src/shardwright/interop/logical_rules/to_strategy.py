@@ -382,7 +382,8 @@ def _between(
     """Return a rule of another axis that is between two chains and uses their mesh axes."""
     places = {id(pair): at for at, pair in enumerate(pairs)}
     for one, other in zip(first, second, strict=False):
-        # Only a rule between the two can take a mesh axis after the one and before the other.
+        # Only a rule between the two can take a mesh axis after the first and before the second
+        # one.
         start, end = sorted((places[id(one)], places[id(other)]))
         for pair in pairs[start:end]:
             is_other = targets[pair.name] != targets[one.name]

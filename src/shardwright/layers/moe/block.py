@@ -171,7 +171,7 @@ def apply(
       config: The MoE layer.
       params: Arrays as `specs(config)` describes them, stored as the manager shards parameters.
       x: Tokens, (BATCH, QUERY_LENGTH, EMBED) or flattened to (BATCH, EMBED). Inside a `shard_map`,
-        a shard of them.
+        pass a shard of each.
       keys: As the blocks take it. Not used: the layer has no randomness.
       state: State of the router. Defaults to a state without a bias.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
@@ -224,7 +224,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
 
     Args:
       config: The MoE layer.
-      shape: Shape of x, global. Inside a `shard_map`, that of the shard.
+      shape: Shape of x: global, or inside a `shard_map` the shape of the shard.
       mode: Runtime mode. Defaults to the manager's.
 
     Raises:

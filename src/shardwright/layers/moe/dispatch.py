@@ -77,7 +77,7 @@ def _outside(total: int, flat: Any) -> Any:
 
 
 def _rank(flat: Any, experts: int) -> tuple[Any, Any]:
-    """Return the load of each expert, and the place of each copy among those sorted by expert."""
+    """Return the load of each expert, and the place of each copy if copies are sorted by expert."""
     load = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
     # A stable sort keeps the order of the tokens, so a full expert drops the last ones, in every
     # run.

@@ -6,8 +6,8 @@ these signs shows that the backend converted:
 
 * The reduction's computation has a name with `_promoted`.
 * The reduction's computation still adds the narrow type.
-* There is a conversion right before the collective, and one right after it. If the program itself
-  converts in this way, it is mistaken for the backend.
+* There is a conversion right before the collective, and one right after it. A conversion that the
+  program itself contains cannot be told from one of the backend.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwright.plan.collectives.hlo import Computation, Instruction, Module, b
 
 # Wide type -> the type that XLA widens to it in reductions.
 _PROMOTED = {"f32": "bf16", "s32": "s16", "u32": "u16"}
-# Wide type -> the integers that XLA widens to it around any collective. int8 is not here: a program
+# Wide type -> the integers that XLA widens to it around any collective. int8 is left out: a program
 # may itself widen it, to add in int32.
 _UNPACKED = {"s8": "s4", "u8": "u4"}
 _MOVES = frozenset(
@@ -44,8 +44,9 @@ def program_type(
             return _PROMOTED[wire]
         adder = module.computations.get(reduction.lstrip("%"))  # absent if the text was cut
         adds = wire if adder is None else adder.root.shapes[0].dtype
-        # Up to 8 bits only: for wider types, XLA names the computation `_promoted`. Without that
-        # name, a program on another backend may itself add wider types in mixed precision.
+        # Only types of up to 8 bits: for wider ones, XLA names the computation `_promoted`. Without
+        # that name, the program may itself add in the wider type, in mixed precision on another
+        # backend.
         return adds if bits_of(adds) <= 8 and _widens(adds, wire) else wire
     goes_to = set(
         _uses(

@@ -230,7 +230,8 @@ def _computation(name: str, lines: list[str], start: int) -> Computation:
         instruction = _instruction(line, number + 1)
         instructions[instruction.name] = instruction
         root = instruction if instruction.is_root else root
-        # An instruction that reads an operand twice is one user: `is_scattered` counts users.
+        # An instruction that reads an operand twice is one user, because `is_scattered` counts
+        # users.
         for operand in dict.fromkeys(instruction.operands):
             users.setdefault(operand, []).append(instruction)
     if root is None:

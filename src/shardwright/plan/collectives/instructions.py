@@ -64,7 +64,7 @@ def kind_of(instruction: Instruction) -> Kind | None:
                 )
             return _BETWEEN_SLICES[match[1]]
         return Kind.PERMUTE if SEND_PAIRS.search(instruction.rest) else None
-    # Of an async pair only the start counts. The check below still knows `-update` and `-done`.
+    # Only the start of an async pair counts. The check below still knows `-update` and `-done`.
     kind = _OPCODES.get(instruction.opcode.removesuffix("-start"))
     if (
         kind is None
@@ -96,7 +96,7 @@ def calls_of(instruction: Instruction) -> Iterator[tuple[str, tuple[str, ...]]]:
         # The first operand is the predicate, or the index of the branch.
         yield from zip(callees, ((operand,) for operand in instruction.operands[1:]), strict=True)
         return
-    # Of other instructions, `to_apply` is a scalar function that a reduction applies.
+    # In other instructions, `to_apply` is a scalar function that a reduction applies.
     for key in ("to_apply",) if instruction.opcode == "call" else ("calls", "called_computations"):
         for name in attributes.get(key, "").strip("{}").split(","):
             if name:
@@ -165,7 +165,7 @@ def is_scattered(computation: Computation, instruction: Instruction) -> bool:
 def is_gather(
     module: Module, computation: Computation, instruction: Instruction, devices: int
 ) -> bool:
-    """Tell whether an all-reduce is a gather: each device filled only its slice of a zero array."""
+    """Tell whether an all-reduce is a gather: each device fills only its slice of a zero array."""
     operand = computation.instructions[instruction.operands[0]]
     inner = (
         module.computations[operand.attributes()["calls"].lstrip("%")]

@@ -244,7 +244,7 @@ class _Reader:
             if instruction.opcode == "send" or kind is Kind.RAGGED_ALL_TO_ALL
             else instruction.operands
         )
-        # A permute with `slice_sizes` sends less than the shapes of its operands say.
+        # A permute with `slice_sizes` sends only a part of its operands.
         if "slice_sizes" in attributes or not payload:
             raise ProgramError(
                 f"{instruction.opcode} {instruction.name} (line {instruction.line}) "
@@ -332,9 +332,9 @@ def _op_name(metadata: str) -> str:
 def _device_positions(
     module: Module, mesh: Any, sizes: Mapping[str, int]
 ) -> tuple[Sequence[int], GroupSpan | None]:
-    """Return the position in the mesh of each device of the program, and the span between slices.
+    """Return the mesh position of each device of the program, and the mesh axes between slices.
 
-    The span is None unless the program is compiled for one of several slices.
+    The axes are None unless the program is compiled for one of several slices.
     """
     size = math.prod(sizes.values())
     if module.partitions == size:

@@ -6,8 +6,9 @@ forms:
 - as an iota, `[2,4]<=[4,2]T(1,0)`;
 - by mesh axes, `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`.
 
-In the third form, `'b':(2)2` cuts axis b into parts: a major part of size 2, then the part of size
-2 that is meant. The axes are those of a mesh of the compiler, so the groups are expanded to ids.
+In the third form, `'b':(2)2` cuts axis b into parts: a major part of size 2, then a part of size 2,
+which is the one that the groups span. The axes are those of a mesh of the compiler, so the groups
+are expanded to ids.
 """
 
 from __future__ import annotations
@@ -147,14 +148,14 @@ def _by_axes(match: re.Match[str], text: str) -> Groups:
             shape.append(size)
             major *= size
     rest = [dim for dim in range(len(shape)) if dim not in member]
-    # Members follow the order in which the text names the axes, which may differ from mesh order.
+    # Members are in the order in which the text names the axes. It may differ from mesh order.
     order = [where[key] for key in taken]
     group = math.prod(shape[dim] for dim in order)
     return _rows(positions.reshape(shape).transpose([*rest, *order]).reshape(-1, group))
 
 
 def _cut(parts: list[tuple[int, bool]], major: int, size: int, text: str) -> list[tuple[int, bool]]:
-    """Split an axis before and after a member. Parts of total size `major` come before it."""
+    """Split an axis before and after a member. The parts before it have the total size `major`."""
     done = 1
     result: list[tuple[int, bool]] = []
     for length, is_member in parts:

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwright.plan.collectives.hlo import BITS, Computation, Instruction, Module
 
-LIMIT = 1 << 16  # after so many interpreted trips, the count is unknown
+LIMIT = 1 << 16  # most trips to interpret; with more, the count is unknown
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _INTEGERS = frozenset({"pred", *(f"{sign}{bits}" for sign in "su" for bits in (4, 8, 16, 32, 64))})
@@ -135,7 +135,7 @@ def _run(
             return trips
         inside = Frame(computation=body, arguments=(state,))
         following = tuple(
-            # An element that is no integer at the start, such as an array, is never computed.
+            # Elements that do not start as an integer, such as arrays, are never computed.
             None if value is None else _element(module, inside, body.root.name, index)
             for index, value in enumerate(state)
         )

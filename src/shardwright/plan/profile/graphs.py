@@ -3,8 +3,8 @@
 XLA for GPUs runs most operations as nodes of CUDA graphs, its "command buffers". All kernels of a
 graph state one operation, such as `command_buffer_1`, and equal fusions share a kernel, so neither
 says which operation ran. The numbers of the nodes do: XLA makes a node per operation, in the order
-of the schedule. What a library launches, such as cuBLAS for a matmul, is a graph inside a node. Its
-kernels are numbered after all nodes of XLA.
+of the schedule. The kernels of a library, such as cuBLAS for a matmul, are a graph inside a node.
+They are numbered after all nodes of XLA.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _stem(name: str) -> str:
 
 
 def _aligned(kinds: Sequence[str], part: Sequence[Instruction]) -> dict[int, Instruction]:
-    """Return the instruction of each node, where nodes and instructions have the same kinds."""
+    """Return the instruction of each node, for nodes and instructions of the same kinds."""
     own = [_CALL if each.opcode == _CALL else _stem(each.name) for each in part]
     # Some fusions have two nodes, such as one that sets memory to 0 first.
     blocks = difflib.SequenceMatcher(None, kinds, own, autojunk=False).get_matching_blocks()
@@ -96,10 +96,10 @@ def _aligned(kinds: Sequence[str], part: Sequence[Instruction]) -> dict[int, Ins
 
 
 def _shared(calls: Sequence[Instruction], kernels: Sequence[TimedOp]) -> Iterator[tuple[int, str]]:
-    """Yield the call that launched each kernel, of calls of libraries that follow each other."""
+    """Yield the call that launched each kernel, for consecutive calls of libraries."""
     if not calls:
         return
-    # A matmul is one kernel, after one that sets memory to 0. Attention may be several.
+    # A matmul has one kernel, after one that sets memory to 0. Attention may have several.
     count = sum(not _sets_memory(each) for each in kernels)
     several = next((at for at, each in enumerate(calls) if "__cublas" not in each.rest), -1)
     shares = [1] * len(calls)

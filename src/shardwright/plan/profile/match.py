@@ -23,8 +23,8 @@ def planned_for(
 ) -> tuple[Event, ...]:
     """Return the events of a plan that a collective agrees with best; none if it was not planned.
 
-    They run over the same mesh axes. Of the source line, the bytes and the path of an argument, at
-    least one must be equal, unless the compiler kept neither a line nor a name.
+    They run over the same mesh axes. At least one of source line, bytes and argument path must be
+    equal, unless the compiler kept neither a line nor a name.
 
     Args:
       collective: Collective of the compiled program.

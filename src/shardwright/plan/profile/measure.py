@@ -61,7 +61,7 @@ class _DeviceTime:
     @classmethod
     def make(cls, operations: list[TimedOp], ops: ProgramOps) -> _DeviceTime:
         sending = ops.sends.keys() | ops.ends.keys()
-        # A conversion or copy that only the profile has computes as well.
+        # A conversion or copy that is only in the profile counts as computing.
         computed = [each for each in operations if each.op not in sending | ops.waits]
         return cls(
             operations=operations,
@@ -224,7 +224,7 @@ def _choose(recording: Recording, program: str | None) -> str:
 
 
 def _count_runs(timeline: DeviceOps, ops: ProgramOps) -> int:
-    """Return how often the program ran: what most operations say whose count per run is known."""
+    """Return how often the program ran, by a vote of the operations with a known count per run."""
     per_run = {op: send.collective.count or 0 for op, send in ops.sends.items()}
     per_run |= dict.fromkeys(ops.entry, 1)
     counted = Counter(
@@ -316,7 +316,8 @@ def _groups(
 ) -> list[tuple[tuple[str, ...], set[tuple[str, ...]]]]:
     """Return mesh axes, each with the semantic axes that are counted together.
 
-    These are the axes that a collective does not tell apart: two events of one line and size.
+    Two events of one line and size cannot be told apart by a collective, so their axes share a
+    group.
     """
     groups: list[tuple[tuple[str, ...], set[tuple[str, ...]]]] = []
     for mesh_axes, axes in [

@@ -16,7 +16,7 @@ from shardwright.plan.collectives.read import read_collectives
 
 # Their time is that of the operations that they run.
 _CONTROL: Final = frozenset({"while", "conditional", "call"})
-# The text of a program marks the end of a split collective on a TPU so.
+# The text of a TPU program marks the end of a split collective with this.
 _ENDS: Final = '"AsyncCollectiveDone"'
 # Matmuls that XLA passes to a library, such as cuBLAS,
 # and attention that it passes to cuDNN, "__cudnn$fmhaSoftmax".

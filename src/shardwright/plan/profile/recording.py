@@ -80,7 +80,7 @@ def read_recording(trace: str | Path) -> Recording:
         try:
             own = list(_programs(memoryview(file.read_bytes())))
             timed_ops = _jax.read_profile(file, _timed_ops)
-        # The reader above and that of JAX, of bytes that are not a profile.
+        # errors of the reader above and of JAX's, for bytes that are not a profile
         except (IndexError, ValueError, RuntimeError) as error:
             raise ProgramError(
                 f"{file.name} is not a file of jax.profiler, or only a part of one",
@@ -91,7 +91,7 @@ def read_recording(trace: str | Path) -> Recording:
         seen = {key for _, _, _, key, _ in timed_ops}
         own = [each for each in own if repeated[each[0]] == 1 or each[1] in seen]
         repeated = Counter(name for name, _, _ in own)
-        # Ids may differ between hosts, so they are part of a name only if they must be.
+        # Ids may differ between hosts, so they are part of a name only if names are equal.
         names = {key: name if repeated[name] == 1 else f"{name}({key})" for name, key, _ in own}
         programs.update({names[key]: program for _, key, program in own})
         lone = {name: name for name, count in repeated.items() if count == 1}
@@ -164,7 +164,7 @@ def _stated(platform: str, lines: Any, device: str = "") -> Iterator[_Found]:
 
 
 def _tpu(plane: Any) -> Iterator[_Found]:
-    """Yield the operations of a TPU. A line has the runs of programs, and another one their ops."""
+    """Yield the operations of a TPU. One line has the runs of programs, another one their ops."""
     lines = {line.name: line for line in plane.lines}
     if not {"XLA Modules", "XLA Ops"} <= lines.keys():
         return
@@ -189,7 +189,7 @@ def _name_and_id(text: str) -> tuple[str, str]:
 
 
 def _programs(data: memoryview) -> Iterator[tuple[str, str, bytes]]:
-    """Yield name, id and `HloModuleProto` of each program. Numbers are those of the fields."""
+    """Yield name, id and `HloModuleProto` of each program. The numbers below are field numbers."""
     for plane in _values(data, 1):  # XSpace.planes
         if next(_values(plane, 2), b"") != b"/host:metadata":  # XPlane.name
             continue

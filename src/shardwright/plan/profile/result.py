@@ -15,7 +15,7 @@ from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 
 
 def layout_on(report: PlanReport, platform: str) -> Layout | None:
-    """Return the layout of a plan if it is for a platform. Another one has other rates.
+    """Return the layout of a plan if it is for a platform. Rates differ between platforms.
 
     A program may be profiled on CPUs, and planned for TPUs.
     """
@@ -56,8 +56,8 @@ class MeasuredAxis:
     """What semantic axes cause over some mesh axes, in one run on one device.
 
     Attributes:
-      axes: The semantic axes. Several entries are alternatives that no line and no size tells
-        apart. There are none if the plan does not have these collectives.
+      axes: The semantic axes. Several entries are alternatives: their lines and sizes are equal.
+        Empty if the plan does not have these collectives.
       mesh_axes: The mesh axes.
       planned: Bytes that the plan sends.
       sent: Bytes that the program sends.

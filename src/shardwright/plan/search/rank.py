@@ -1,9 +1,9 @@
 """Rank candidates by a closed form, to choose which ones of a large space are walked.
 
 The closed form reads the annotations of a program, not its equations. It divides the operations by
-the largest number of shards of an activation. It counts one all-gather for each gathered weight,
-and one all-reduce where an activation is not sharded over a mesh axis of the one before it. It only
-orders candidates. It is never shown as a cost.
+the largest number of shards of an activation. It counts one all-gather for each gathered weight. It
+counts one all-reduce where an activation is not sharded over a mesh axis of the activation before
+it. It only orders candidates. It is never shown as a cost.
 """
 
 from __future__ import annotations
@@ -151,12 +151,12 @@ def closed_form(
     inner = [each for each in resolved if each.annotation.runs]
     activations = [each for each in inner if each.role is Role.ACTIVATION]
     used = [_axes(each.dims) for each in activations]
-    # Matmuls are taken to be divided as far as the most sharded activation.
+    # Matmuls are assumed to have as many shards as the most sharded activation.
     widest = max((_ways(axes, sizes) for axes in used), default=1)
     seconds = flops / widest / (_USE * layout.topology.chip.flops)
     before = frozenset().union(*used)
     for each, axes in zip(activations, used, strict=True):
-        # An activation that is whole along a mesh axis of the one before it is taken to be a sum
+        # If an activation is not sharded over a mesh axis of the one before it, it counts as a sum
         # over that axis, such as the residual stream after a matmul whose hidden dim is over tp.
         # Further annotations of the residual stream send nothing.
         missing, before = before - axes, axes
@@ -167,8 +167,7 @@ def closed_form(
     for each in inner:
         if each.role is Role.ACTIVATION:
             continue
-        # A gathered weight, or its gradient. It is gathered over the mesh axes that only one of its
-        # two roles has.
+        # A gathered weight, or its gradient. The gather is over mesh axes that only one role has.
         request = each.annotation.request
         other = Role.PARAM if each.role is Role.USE else Role.USE
         spec = manager.answer(request.of(other, tuple(request.shape or ()))).spec

@@ -2,9 +2,9 @@
 
 Every candidate is resolved, and its state is counted. A walk over its trace then plans a candidate.
 In a small space all candidates are walked. In a large one, most of the walks go to the fastest by a
-closed form, and the others to the smallest by state. A trace takes longer than all else, and most
-meshes need one of their own. So candidates are judged by a trace on one device where the program
-allows it, and only those that are walked are traced. Nothing is compiled.
+closed form, and the others to the smallest by state. A trace takes longest, and most meshes need
+their own. So a trace on one device judges all candidates where the program allows it. Only
+candidates that are walked get their own trace. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -396,7 +396,7 @@ class _Search:
         layout = lay_out(self.topology, point.sizes)
         strategy = base | type(base)(mesh=dict(point.sizes), dcn=dict(layout.crossing))
         manager = _manager(strategy, point)
-        # The state needs no trace of its own, while the annotations below may need one per mesh.
+        # The state needs no new trace. The annotations below may need one per mesh.
         held = max(self._held(manager.for_mode(mode), mode) for mode in self.programs)
         if held > self.topology.chip.hbm_bytes and not self.keep_large:
             self._drop_large(point, held)
@@ -494,7 +494,7 @@ class _Search:
 
     def _renaming(self, traced: Trace, manager: PartitionManager, mode: str) -> Renaming | None:
         """Return how the axes of a trace are renamed for a candidate, or None if it differs."""
-        # Nothing in such a trace depends on the manager, so there are no mesh axes to rename.
+        # Such a trace does not depend on the manager, so there are no mesh axes to rename.
         if mode in self.shared and traced.moves_alike(manager) and not is_typed(manager):
             return {}
         if self.programs[mode].any_mesh:
@@ -527,7 +527,8 @@ class _Search:
                 else:
                     candidates += [] if candidate is None else [candidate]
                 self._report("planned", done, of)
-            # Only a trace of its own shows that a candidate fails. The next one takes its place.
+            # Only the candidate's own trace shows that it fails. The next candidate takes its
+            # place.
             if failed == len(group) and others:
                 chosen.append(others.popleft())
                 of += len(groups[chosen[-1]])
@@ -538,7 +539,7 @@ class _Search:
 
         Args:
           each: The candidate.
-          seen: What was walked, to be extended.
+          seen: Keys of walked programs. This one is added.
 
         Raises:
           ShardingError: The program cannot be traced under the candidate.

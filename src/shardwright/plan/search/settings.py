@@ -134,7 +134,7 @@ def with_settings(base: Strategy, settings: Settings) -> Strategy:
         # A key without a table is a rule.
         for part in tables or ["rules"]:
             table = table.setdefault(part, {})
-        # Besides the mesh, these settings are numbers.
+        # These settings are numbers, like the sizes of the mesh.
         is_number = tables == ["pipeline"] or name == "largest_dim_min_size"
         table[name] = int(text) if is_number and text.isdecimal() else text
     return base | type(base)(**data) if settings else base
@@ -163,7 +163,7 @@ def check_overrides(
         own = {
             table: rule
             for table, rule in own.items()
-            # A setting that names the mode replaces the mode's own rule, and is then meant.
+            # A setting that names the mode is meant to replace the mode's own rule.
             if _words(rule) != _words(text) and f"modes.{table}.{inner}{axis}" not in settings
         }
         if own:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TRAIN: Final = ("fsdp_tp", "fsdp_tp_sp")
 SERVE: Final = ("serve_tp", "serve_long_context")
 EXPERTS: Final = "moe_ep"
-MOST: Final = 20_000  # candidates; to judge so many takes two to three minutes
+MOST: Final = 20_000  # most candidates; judging that many takes two to three minutes
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
@@ -130,7 +130,7 @@ class Space:
     def check_settings(self) -> None:
         """Check the pins in each strategy, and that each alternative fits at least one strategy.
 
-        Otherwise each candidate would be dropped for it.
+        Otherwise the same error would drop each candidate.
 
         Raises:
           ShardingError: A pin does not fit a strategy, or an alternative fits none.

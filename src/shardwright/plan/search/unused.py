@@ -48,7 +48,7 @@ class UnusedAxes:
         # The search keeps its strategies, so an id is never used again.
         if id(strategy) not in self._known:
             used = self._used(strategy)
-            # A pinned axis is wanted, even where no rule names it.
+            # The user wants a pinned axis, even if no rule names it.
             used |= {key.removeprefix(MESH) for key in self._space.pins}
             self._known[id(strategy)] = frozenset(strategy.mesh) - used
         return self._known[id(strategy)]
@@ -63,7 +63,7 @@ class UnusedAxes:
         return used | self._written
 
     def _requests(self, strategy: Strategy, mode: str) -> list[ShardingRequest]:
-        """Return the questions of a program. Keep the mesh axes that it names itself."""
+        """Return the annotations of a program. Keep the mesh axes that it names itself."""
         # The annotations of a program do not depend on the strategy, so the first one traces it.
         if mode not in self._asked:
             sizes = dict.fromkeys(strategy.mesh, 1)

@@ -32,7 +32,7 @@ _ON_CPUS: Final = (
     "compile for CPUs, to check the sharding only: plan with --compiler cpu, prove without "
     "--topology"
 )
-TIMEOUT: Final = 600.0  # seconds; to compile an 8B training step takes 40 to 200
+TIMEOUT: Final = 600.0  # seconds; compiling an 8B training step takes 40 to 200
 # With these settings, libtpu prints no warnings on a machine without TPUs, and several processes
 # may load it at the same time.
 _TPU_SETTINGS: Final = {
@@ -135,7 +135,7 @@ class Compiled:
     def peak(self) -> int | None:
         """Most bytes that the program needs on one device at one time, or None if unknown.
 
-        No field of a compiler has it if the program has temporary arrays on the host.
+        The compiler does not report it if the program has temporary arrays on the host.
         """
         if self.refused:
             match = _USED.search(self.refused)
@@ -269,12 +269,12 @@ def compile_exported(
 
 
 def _options(target: Target, mesh: Mapping[str, int]) -> Mapping[str, Any]:
-    """Return how the topology is described to JAX, besides its name."""
+    """Return the options, besides the name, that describe the topology to JAX."""
     if target.platform != "gpu":
         return _TPU_OPTIONS.get(target.chip, {})
     model, devices = GPUS[target.chip], math.prod(mesh.values())
     per_host = math.gcd(devices, model.per_host)
-    # Slices, hosts of a slice, GPUs of a host.
+    # numbers of slices, hosts per slice, and GPUs per host
     shape = f"1x{devices // per_host}x{per_host}"
     return {"topology": shape, "target_config": model.target_config()}
 
@@ -311,7 +311,7 @@ def _compile(
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         (folder / "program.bin").write_bytes(program)
-        # A file, because a pipe that nobody reads would stop a worker that writes much.
+        # The output goes to a file: if nobody reads a pipe, it stops a worker that writes much.
         with (folder / "messages").open("w+", encoding="utf-8", errors="replace") as messages:
             code = _run_worker(folder, messages, target, timeout)
             messages.seek(0)
@@ -351,7 +351,7 @@ def _run_worker(folder: Path, messages: Any, target: Target, timeout: float) -> 
         stdin=subprocess.DEVNULL,
         stdout=messages,
         stderr=messages,
-        # A group of its own, so that `killpg` also ends what the compiler starts.
+        # The worker has its own process group, so that `killpg` also ends the compiler's children.
         start_new_session=True,
     )
     try:

@@ -19,7 +19,7 @@ from shardwright.vocabulary.shown import data_of
 _EQUAL: Final = 0.02  # a difference up to this share needs no reason
 _SMALL: Final = 0.01  # reasons for less than this share are left out
 _LOOKUPS: Final = ("scatter-add", "scatter", "gather")
-# What a collective matmul replaces.
+# kinds that a collective matmul replaces
 _MOVED: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 _FLOATS: Final = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
@@ -126,7 +126,7 @@ def _sent(
     reasons = [*_known_reasons(row, events, collectives)]
     scattered = planned[Kind.REDUCE_SCATTER]
     if cpu and scattered and Kind.REDUCE_SCATTER not in compiled:
-        # An all-reduce sends twice as much as a reduce-scatter, so it adds what was planned.
+        # An all-reduce sends twice as much as a reduce-scatter, so it adds the planned bytes once.
         sources = dict.fromkeys(each.source for each in events if each.kind is Kind.REDUCE_SCATTER)
         what = "reduce-scatters are all-reduces on CPUs, which send twice the bytes"
         reasons.append(DifferenceCause(what=what, adds=scattered, sources=tuple(sources)))
@@ -211,7 +211,7 @@ class _Converted(NamedTuple):
 def _converted(
     events: Sequence[Event], collectives: Sequence[Collective], permutes: Sequence[Collective]
 ) -> dict[int, _Converted]:
-    """Return, by the `id` of each collective, what it would send in its planned element type.
+    """Return the bytes of each collective in its planned element type, by its `id`.
 
     Two different collectives may be equal as data, so they cannot be keys themselves.
     """
@@ -256,7 +256,7 @@ def _last_reasons(
         return
     sums = [each for each in collectives if each.kind is Kind.ALL_REDUCE and not each.gathers]
     planned = [event for event in events if event.kind is Kind.ALL_REDUCE]
-    # Only a line with a planned all-reduce can have several in its place.
+    # Only a planned all-reduce can become several all-reduces.
     lines = {event.source for event in planned}
     merged = [each for each in sums if _line(each) in lines]
     if cpu and sum(each.count or 0 for each in merged) > sum(event.runs for event in planned):

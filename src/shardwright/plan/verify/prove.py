@@ -32,8 +32,8 @@ class ProgramSide:
 
     Attributes:
       exported: The program.
-      decided: What was resolved, in order: the place, and the resolution. A sharding that is given
-        as such has none.
+      decided: What was resolved, in order: the place, and the resolution. An argument with its own
+        sharding has no resolution.
       mesh: Size of each mesh axis.
     """
 
@@ -130,12 +130,12 @@ def prove(
     platform: Platform | None = None,
     timeout: float,
 ) -> Proof:
-    """Compile two programs, and compare what the compiler makes of them.
+    """Compile two programs, and compare the compiled programs.
 
     Raises:
       ProgramError: A worker died or ran out of time, or the compiler cannot compile a program.
     """
-    # Compiled programs say so too, but not by the paths of arguments.
+    # Compiled programs also show this, but without the paths of arguments.
     hosted = [
         {
             place
@@ -172,7 +172,7 @@ def prove(
             right=_differing(found.right, compiled[1]),
             what=found.what,
         )
-    # Without a collective, arrays over other mesh axes of the same size make no other program.
+    # Without a collective, the program does not depend on which mesh axes of one size shard it.
     places = zip(compiled[0].placed, compiled[1].placed, strict=True)
     for name, (ours, theirs) in zip(("arguments", "results"), places, strict=True):
         if ours != theirs:
@@ -208,8 +208,8 @@ def _cause(
 ) -> DecisionDifference | None:
     """Return the first pair of decisions that differ.
 
-    The pairs are those with the same number. If one side has more annotations, those after the
-    first extra one are not pairs, and their shapes tell.
+    Annotations with the same number are a pair. If one side has an extra annotation, those after it
+    are not true pairs. Their shapes show this.
     """
     for (place, ours), (_, theirs) in zip(left, right, strict=False):
         if ours is None or theirs is None:

@@ -47,7 +47,7 @@ class Verification:
             return Verdict.DOES_NOT_FIT
         if layout is None or peak is None:
             return self.report.verdict
-        # No margin: that of `judge` is for plans below the need. This peak is the compiler's.
+        # No margin is needed: `judge` has one because plans may be too low, but this peak is exact.
         fits = peak <= layout.topology.chip.hbm_bytes
         return Verdict.FITS if fits else Verdict.DOES_NOT_FIT
 

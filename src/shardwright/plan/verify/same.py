@@ -1,9 +1,9 @@
 """Compare two compiled programs without the names, ids and metadata of their instructions.
 
 Each instruction gets a digest of its opcode, its type, its attributes and the digests of what it
-reads. So two programs are the same if their digests are, in whatever order independent instructions
-stand. In the order of the text, the first instruction whose digest the other program lacks reads
-only what both programs have: the difference begins there.
+reads. So two programs are the same if their digests are, in any order of independent instructions.
+In the order of the text, the first instruction whose digest the other program lacks reads only what
+both programs have: the difference begins there.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shardwright.plan.collectives.frames import source_of
 from shardwright.plan.collectives.hlo import Instruction, Module, parse_hlo, split
 from shardwright.plan.collectives.instructions import callees_of
 
-# What does not change the result: names for people, numbers of the compiler, the order in which a
+# These do not change the result: names for people, numbers of the compiler, the order in which a
 # device runs independent instructions. The backend configuration of a custom call is its kernel.
 _DROPPED: Final = frozenset(
     {"metadata", "channel_id", "control-predecessors", "backend_config", "frontend_attributes"}
 )
-# Where a send goes, and what is done there, is in the attributes of the frontend.
+# The frontend attributes say where a send goes and what is done there.
 _SENT: Final = (
     "_xla_send_recv_source_target_pairs=",
     "_xla_megascale_target=",
@@ -69,7 +69,7 @@ class ProgramDifference:
 
 
 def compare_programs(left: str, right: str) -> ProgramDifference | None:
-    """Return where the texts of two compiled programs differ first, or None if nowhere.
+    """Return where the texts of two compiled programs differ first, or None if they are equal.
 
     Raises:
       ProgramError: A text is not HLO, or a line cannot be parsed.
@@ -137,7 +137,7 @@ class _DigestedProgram:
         users = self.module.computations[computation].users
         reader: Instruction | None = instruction
         source = ""
-        # XLA gives constants no line. Their reader has one.
+        # XLA gives constants no line, so take the line of their reader.
         while reader is not None and not source:
             source = source_of(reader.attributes().get("metadata", ""), self.module.frames)
             reader = next(iter(users.get(reader.name, ())), None)
@@ -163,7 +163,7 @@ def _difference(
 
 
 def _first_extra(program: _DigestedProgram, name: str, others: Iterable[str]) -> Instruction | None:
-    """Return the first instruction of a computation that occurs less often among the others."""
+    """Return the first instruction of a computation that the other one has less often."""
     extra = Counter(program.digests(name).values())
     extra.subtract(Counter(others))
     instructions = program.module.computations[name].instructions

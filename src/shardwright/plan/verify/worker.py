@@ -62,8 +62,8 @@ def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any
     """
     exported = jax.export.deserialize(bytearray(program))
     mesh = make_mesh(request)
-    # The shardings are given anew: the serialized program lacks those of unused arguments, which
-    # would be compiled replicated.
+    # The shardings are passed again: the serialized program lacks those of unused arguments, which
+    # would be compiled as replicated.
     arguments = [
         jax.ShapeDtypeStruct(
             aval.shape,
@@ -106,7 +106,7 @@ def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any
 
 
 def _placed(arrays: Sequence[jax.ShapeDtypeStruct]) -> str:
-    """Return a hash of which device holds what of each array, whatever its mesh axes are called."""
+    """Return a hash of which device holds which part of each array, without names of mesh axes."""
 
     @functools.cache
     def blocks(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
@@ -141,7 +141,7 @@ def make_mesh(request: Mapping[str, Any]) -> Mesh:
     shape = tuple(sizes.values())
     auto = (AxisType.Auto,) * len(shape)
     if request["platform"] == "cpu":
-        # Before the first use of a backend, which fixes the number of its devices.
+        # Set this before the first use of a backend, which fixes the number of its devices.
         jax.config.update("jax_num_cpu_devices", math.prod(shape))
         return Mesh(np.array(jax.devices("cpu")).reshape(shape), tuple(sizes), axis_types=auto)
     if request["platform"] == "gpu":

@@ -50,9 +50,9 @@ _COSTLY: Final = frozenset(
 )
 _WRITES: Final = SCATTERS | {"dynamic_update_slice"}
 _LOOPS: Final = frozenset({"scan", "while"})
-_READ_FROM_MEMORY: Final = _LOOPS | {"pallas_call"}  # no operand is fused into these
+_READ_FROM_MEMORY: Final = _LOOPS | {"pallas_call"}  # operands are never fused into these
 _PARTS: Final = 8  # parts of a result that a collective matmul holds: four for each direction
-_HELD: Final = 4  # of these parts, those that are in memory at least
+_HELD: Final = 4  # fewest of these parts in memory
 _ANGLES: Final = frozenset({"sin", "cos"})
 
 
@@ -71,7 +71,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         return [dataclasses.replace(value, buffer=old.buffer) for value, old in pairs]
     given = [value.buffer for value in step.values]
     if step.name == "gather":
-        # Before the operands are read: a copied table takes the place of the stored one.
+        # Do this before the operands are read: a copied table replaces the stored one.
         given[0] = _rows_of_table(step)
     operands = tuple(each for each in given if each is not None)
     _mark_reduced(step.name, operands)
@@ -140,10 +140,10 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
 
 
 def _hold_parts(total: Buffer, parts: int) -> int:
-    """Give the buffer of a sum the size of its parts, and return the bytes that are held at least.
+    """Give the buffer of a sum the size of its parts, and return the fewest bytes that are held.
 
-    A collective matmul has parts in memory in place of the sum. At the least, these were four
-    around a ring of eight devices, and three around one of four.
+    A collective matmul holds parts in place of the sum: at least four parts on a ring of eight
+    devices, and three on a ring of four, as measured.
     """
     part = parts // _PARTS
     held = (_HELD if total.size > _HELD * part else _HELD - 1) * part
@@ -192,7 +192,7 @@ def _mark_reduced(name: str, operands: Iterable[Buffer]) -> None:
 
 
 def _mark_turned(equation: Any, operands: Iterable[Buffer]) -> None:
-    """Note the matmuls whose last dim a transpose moves: no kernel has whole rows of the result.
+    """Mark the matmuls whose last dim a transpose moves: no kernel has whole rows of the result.
 
     Grouped queries are an example: `bqgrk,bsgk->bgrqs` is a matmul `[b, g, s, q, r]`, transposed.
     """
@@ -218,10 +218,10 @@ def _is_one_hot(step: PlanStep) -> bool:
 
 
 def _shard_sums(step: PlanStep, births: Sequence[Buffer | None]) -> None:
-    """Note the least bytes of the carries of a scan.
+    """Note the fewest bytes of the carries of a scan.
 
-    A carry that starts as a constant and is sharded after the loop may be so in the loop, as the
-    sum of the gradients of microbatches.
+    If a carry starts as a constant and is sharded after the loop, it may be sharded in the loop
+    too. The sum of the gradients of microbatches is an example.
     """
     constants, carries, _ = _jax.scan_parts(step.parameters)
     starts = step.values[constants : constants + carries]
@@ -231,12 +231,13 @@ def _shard_sums(step: PlanStep, births: Sequence[Buffer | None]) -> None:
 
 
 def _parts(step: PlanStep, results: Sequence[ShardedValue]) -> int:
-    """Return the bytes of the parts of a result that a matmul adds up while it sends others.
+    """Return the bytes of the parts that a matmul adds up while it sends others.
 
     Compilers for TPUs run a matmul and the reduce-scatter of its result as one loop (collective
     matmul). The loop sends both ways along the ring. For each direction it holds two parts that it
-    multiplies, one that it sends and one that it receives. They are added where the result is read,
-    so the parts are still in memory during the next matmul, which counts its result whole.
+    multiplies, one that it sends and one that it receives. The parts are added where the result is
+    read, so they are still in memory during the next matmul. For that matmul, the whole result
+    counts.
     """
     if step.name != "dot_general" or step.wanted[0] is None or not step.ledger.tiled:
         return 0
@@ -248,13 +249,13 @@ def _parts(step: PlanStep, results: Sequence[ShardedValue]) -> int:
 def _unadded(
     step: PlanStep, results: Sequence[ShardedValue], births: Sequence[Buffer | None]
 ) -> None:
-    """Add the parts of what a reduce-scatter returns. A compiler adds them where it reads it."""
+    """Count the parts of a reduce-scatter's result. Compilers add them where the result is read."""
     if step.name not in CONSTRAINTS or births[0] is None or not step.ledger.tiled:
         return
     before, result, birth = step.values[0], results[0], births[0]
     if not before.owed & result.mesh_axes:
         return
-    # If the sum is converted to a wider type, its parts are still of the narrower one.
+    # If the sum is converted to a wider type, its parts still have the narrower type.
     dtype = before.widened_from or step.results[0].dtype
     elements = local_elements(step.results[0].shape, result.dims, step.ledger.sizes)
     extra = _PARTS // 2 * whole_bytes(elements, np.dtype(dtype)) - birth.size
@@ -265,12 +266,12 @@ def _unadded(
 
 
 def _mark_row(equation: Any, result: Buffer | None, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Note the bytes of the operand of a matmul that makes the last dim of the result."""
+    """Note the bytes of the matmul operand that has the last dim of the result."""
     if result is None:
         return
     contracted, batch = (dims[1] for dims in equation.params["dimension_numbers"])
-    # The result of a `dot_general` ends with the free dims of the right operand. If that has none,
-    # the last dim is of the left one.
+    # The result of a `dot_general` ends with the free dims of the right operand. If that operand
+    # has none, the last dim is from the left one.
     at = 1 if len(shapes[1]) > len(contracted) + len(batch) else 0
     batch = equation.params["dimension_numbers"][1][at]
     size = math.prod(size for dim, size in enumerate(shapes[at]) if dim not in batch)
@@ -316,7 +317,7 @@ def _rows_of_table(step: PlanStep) -> Buffer | None:
 
 
 def _split(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs behind those operands of which a matmul keeps the last dim and another.
+    """Return the inputs behind those operands of a matmul that keep their last dim and another one.
 
     Args:
       equation: A matmul.
@@ -342,7 +343,7 @@ def _changes_nothing(step: PlanStep, values: Sequence[ShardedValue]) -> bool:
     if on_host(step.avals[0]) != on_host(step.results[0]):
         return False
     before = step.values[0]
-    # A free value has no buffer that the result could take over.
+    # Free values have no buffer, so the result cannot overwrite them.
     return before.dims == values[0].dims and not before.free
 
 
@@ -359,7 +360,7 @@ def _born(
     Args:
       name: The primitive.
       size: Bytes of the result.
-      operands: What it is computed from.
+      operands: Buffers that it is computed from.
       owed: Whether the result is a partial sum. A compiler may add it up over devices part by part.
       fused: Whether a compiler may fuse it, although not all results of the primitive can be fused.
     """
@@ -371,7 +372,7 @@ def _born(
         cheap=name in _CHEAP,
         min_bytes=0 if owed else size,
         across=name in CONSTRAINTS and any(each.across for each in operands),
-        # To compute a fused chain again repeats the exponential inside it.
+        # Computing a fused chain again repeats the exponential inside it.
         costly=name in _COSTLY or (fused and any(each.costly for each in operands)),
     )
 
@@ -448,7 +449,7 @@ def _matmul_inputs(
             # A `cond` has one operand more than its branches: the index of the branch.
             given = read[len(read) - len(body.invars) :]
             found.update(*(given[at] for at in _matmul_inputs(body, choose, for_gpus)))
-        # A loop returns new arrays, so no matmul behind it reads an input itself.
+        # A loop returns new arrays, so matmuls after it do not read an input itself.
         if name in _FUSED or name in CONSTRAINTS or (bodies and name not in _LOOPS):
             # Operands that are not much smaller than the largest result.
             largest = max(_bytes(variable.aval) for variable in equation.outvars)

@@ -67,14 +67,15 @@ def scan(step: PlanStep) -> list[ShardedValue]:
     }
     for start, end, variable, later in zip(starts, ends, body.outvars, step.wanted, strict=False):
         if later is not None and start.free:
-            # A compiler may keep only a part of a sum in each step, as the loop's result does.
+            # A compiler may keep only a part of a sum in each step, as in the loop's result.
             step.doubt(summed & axes_of(later) - end.mesh_axes, _SUMMED)
             if end.buffer is not None:
                 part = step.ledger.local_bytes(variable.aval, later)
                 end.buffer.min_bytes = min(end.buffer.min_bytes, part)
     for start, end, variable in zip(carry, ends, body.outvars, strict=False):
         if not start.free:
-            # A `while` of XLA has one sharding per carry: a round ends as the next one begins.
+            # A `while` of XLA has one sharding per carry, the same at the start and the end of a
+            # step.
             turned = [{*old} ^ {*new} for old, new in zip(start.dims, end.dims, strict=True)]
             step.doubt(frozenset().union(*turned), _CARRY)
             step.ledger.move(end, variable.aval, start.dims, location, origins=start.origins)
@@ -118,8 +119,8 @@ def _with_carries(
     """Give the carries of a scan their buffers in the body, or none.
 
     A carry is in memory during the whole scan, so it is counted outside, with the results. In a
-    pipeline, that counts what a stage receives twice: the last microbatch is dead long before the
-    next one arrives. A compiler uses its memory in between. There, the body counts the carries.
+    pipeline, this would count the received microbatch twice: it is dead long before the next one
+    arrives, and a compiler reuses its memory in between. So there, the body counts the carries.
     """
     ledger = step.ledger
     if not ledger.in_stage or ledger.timeline is None:
@@ -283,7 +284,7 @@ def _own_dims(step: PlanStep, key: str, avals: Sequence[Any]) -> list[Dims | Non
 
 
 def _dims_of(step: PlanStep, sharding: Sharding, ndim: int) -> Dims | None:
-    """Return the dims of a sharding. If it is not one of the mesh, the plan is incomplete."""
+    """Return the dims of a sharding. If the sharding is on another mesh, the plan is incomplete."""
     sizes = step.ledger.sizes
     if isinstance(sharding, NamedSharding):
         held = {axis: size for axis, size in sharding.mesh.shape.items() if size > 1}

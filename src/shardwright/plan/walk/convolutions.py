@@ -1,8 +1,8 @@
 """Convolutions, as matmuls over features, and poolings.
 
 If a spatial dim is sharded, each device needs rows of its neighbors: those that its windows reach.
-XLA sends them by permutes. Where windows reach beyond the neighbors, the dim is gathered here, and
-is a doubt.
+XLA sends them by permutes. If windows reach beyond the neighbors, the walk gathers the dim and
+notes a doubt.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
 def pool(step: PlanStep) -> list[ShardedValue]:
     """Follow a pooling, or the gradient of one that selects.
 
-    The gradient is followed if no element is in two windows. Else XLA sends rows in a way of its
-    own, and a sharded dim along the window is a doubt.
+    The gradient is followed if no element is in two windows. Otherwise XLA sends rows in its own
+    way, and a sharded dim along the window is a doubt.
     """
     values = [step.whole(at) for at in range(len(step.values))]
     held = [value for value in values if not value.free]
@@ -166,16 +166,16 @@ def _labels(step: PlanStep, names: Mapping[int, tuple[str, str, str]]) -> Labels
     outer = ("s-kernels", "s-outer") if groups or batch_groups else ("r0", "r0")
     specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
     pairs = ((batch[0], inner[0]), (outer[0], inner[1]), (batch[1], outer[1]))
-    # A spec lists the dims as two special ones, then the spatial ones.
+    # A spec lists the two other dims first, then the spatial dims.
     left, right, result = (
         tuple(name for _, name in sorted(zip(spec, (*two, *rest), strict=True)))
         for spec, two, rest in zip(specs, pairs, zip(*names.values(), strict=True), strict=True)
     )
-    # Of the operands, the operations depend on the dims of the kernel that the result lacks.
+    # The number of operations depends on the dims of the kernel that are not in the result.
     sizes: dict[Any, int] = dict(zip(right, step.avals[1].shape, strict=True))
     sizes.pop(outer[0])
     sizes |= dict(zip(result, step.results[0].shape, strict=True))
-    # Of a dilated image, one of so many elements is not zero.
+    # In a dilated image, only one of this many elements is not zero.
     for at, dilation in enumerate(step.parameters["lhs_dilation"]):
         sizes[names[at][2]] = -(-sizes[names[at][2]] // dilation)
     return Labels(operands=(left, right), result=result, sizes=sizes)

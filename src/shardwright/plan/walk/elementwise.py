@@ -26,8 +26,8 @@ def elementwise(step: PlanStep) -> list[ShardedValue]:
         return [_converted(step, replace(step.maybe_partial(0), table_moves=()))]
     if step.name in ADDITIONS:
         operands = [step.maybe_partial(at) for at in range(len(step.values))]
-        # XLA's AllReduceReassociate: the sum of two all-reduces is one all-reduce of a sum. But on
-        # TPUs, that of a scatter and of a matmul, as for a tied table under ddp, stay two.
+        # XLA's AllReduceReassociate: the sum of two all-reduces is one all-reduce of a sum. On
+        # TPUs, the all-reduces of a scatter and a matmul stay two, as for a tied table under ddp.
         first = operands[0]
         if first.owed and all(
             value.owed == first.owed
@@ -65,7 +65,7 @@ def _move_table(step: PlanStep, terms: Sequence[ShardedValue]) -> None:
 
 
 def bitcast(step: PlanStep) -> list[ShardedValue]:
-    """Follow a bitcast. Between types of different widths the rank changes: that has no rule."""
+    """Follow a bitcast. Types of different widths have no rule, because the rank changes."""
     if step.avals[0].ndim == step.results[0].ndim:
         return elementwise(step)
     step.ledger.unknown[step.name] += 1
@@ -88,9 +88,9 @@ def _converted(step: PlanStep, value: ShardedValue) -> ShardedValue:
 def _agreed(
     step: PlanStep, known: Correspondence, held: Mapping[int, AxesByFactor]
 ) -> AxesByFactor:
-    """Return the sharding of operands: that of a constraint, else that of the most sharded one.
+    """Return one sharding for all operands: of a constraint, else of the most sharded operand.
 
-    Mesh axes that it does not use shard the dims of other operands.
+    Unused mesh axes keep the dims that they have in other operands.
     """
     wanted, sizes = step.wanted[0], step.ledger.sizes
     asked = None if wanted is None else placed(known, known.results[0], wanted, sizes)
@@ -120,7 +120,7 @@ def reduction(step: PlanStep) -> list[ShardedValue]:
     if step.name in ("argmax", "argmin"):
         return [_best(step, result)]
     if step.name in ("reduce_max", "reduce_min"):
-        # The largest of converted values is the converted largest one, so it is sent before.
+        # A maximum commutes with the conversion, so the value is sent before it is converted.
         result = replace(result, sum_dtype=value.widened_from)
     if step.name != "reduce_sum":
         result = step.settle(result)

@@ -12,7 +12,7 @@ TEMPORARY: Final = "temporary"
 RESULTS: Final = "results"
 
 
-# By identity: two values with equal fields are two places in memory, and both are keys of dicts.
+# Compared by identity: two values with equal fields are two places in memory, and are both keys.
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
 class Buffer:
     """The memory of one value on one device.
@@ -23,12 +23,12 @@ class Buffer:
       operands: The buffers from which a compiler computes it in each use, if it may fuse it. None
         if it may not.
       cheap: Whether it is fused even if it has several uses, such as a conversion or a reshape.
-      min_bytes: Bytes of it that are in memory at one time at least. They are less than `size` if a
-        compiler may send or sum the value part by part.
-      costly: Whether it takes an exponential, a logarithm or the like to compute it again.
+      min_bytes: Fewest bytes of it in memory at one time. Less than `size` if a compiler may send
+        or sum the value part by part.
+      costly: Whether computing it again needs an exponential, a logarithm or a similar function.
       reduced: Whether a reduction reads it.
       row: Bytes of the operand that makes a row of it, if it is a matmul.
-      turned: Whether it is a matmul of which a transpose moves the last dim.
+      turned: Whether it is a matmul whose last dim a transpose moves.
       across: Whether its first dim is along the lanes of a TPU, since its last one is short.
       dtype: Element type, or "" if it is not known.
       shape: Shape on one device.
@@ -135,7 +135,7 @@ class Entry:
       parts: Bytes of the parts of its result that a collective matmul holds at least.
       early: Whether its results are made at the start of the program, at the upper end of the
         peak. At the lower end, they are made right before the first equation that reads them.
-      carries: Those of `births` whose memory is in `inner` while the equation runs.
+      carries: The part of `births` whose memory is in `inner` while the equation runs.
     """
 
     uses: tuple[Buffer, ...]

@@ -1,8 +1,8 @@
 """Find the live equations of a jaxpr, the sums that must be complete, and the nested jaxprs.
 
 The nested jaxprs are those of the platform that the walk is for. A plan without a topology is for
-TPUs: their compiler adds copies, pads tiles and sums small arrays whole. None of this is so on
-GPUs.
+TPUs: their compiler adds copies, pads tiles and sums small arrays whole. Compilers for GPUs do none
+of this.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwright.dims.bodies import Body, Runs, bodies
 from shardwright.dims.table import correspondence
 from shardwright.manager import context
 
-# Names of the branches by platform that run on GPUs, of which a vendor has one.
+# Names of the branches by platform that run on GPUs. Each vendor has its own name.
 _GPU: Final = ("cuda", "rocm", "gpu")
 
 

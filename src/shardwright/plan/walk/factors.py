@@ -19,7 +19,8 @@ def placed(
     """Return the factors that the mesh axes of each dim shard, from the major one on.
 
     A factor has as many of the mesh axes as divide it. The next factor has the rest if the first
-    one has a device for each element. If the mesh axes do not fit so, the dim has none.
+    one has a device for each element. If the mesh axes do not fit in this way, the dim has no
+    factors.
     """
     order: dict[int, tuple[str, ...]] = {}
     for factors, axes in zip(side, dims, strict=True):
@@ -52,14 +53,14 @@ def _shared_out(
 def spread(
     known: Correspondence, side: FactorsByDim, order: AxesByFactor, sizes: Mapping[str, int]
 ) -> Dims:
-    """Return the dims of an array whose factors are sharded so."""
+    """Return the dims of an array from the mesh axes of its factors."""
     dims = []
     for factors in side:
         axes: tuple[str, ...] = ()
         for factor in factors:
             axes += order.get(factor, ())
-            # Behind a factor of which a device has several elements, a shard would be scattered
-            # pieces of the dim. A spec cannot say that.
+            # If a device has several elements of a factor, shards of the next factor would be
+            # scattered over the dim. A spec cannot express that.
             if shards(order.get(factor, ()), sizes) != known.sizes[factor]:
                 break
         dims.append(axes)
@@ -75,7 +76,7 @@ def fitting(known: Correspondence, order: AxesByFactor, sizes: Mapping[str, int]
         return order
     kept = {f: axes for f, axes in order.items() if known.roles[f] is not FactorRole.CHANGED}
     while True:
-        # A factor that is dropped here may be the major one of a dim of another operand.
+        # A factor that is dropped here may be the major one in a dim of another operand.
         fixed = dict(kept)
         for side in (*known.operands, *known.results):
             for factors in side:

@@ -37,8 +37,8 @@ def follow(
       step: The equation.
       known: How its dims correspond.
       values: Its operands, each a complete sum unless the equation may run on its terms.
-      choose: Which sharding is kept if operands differ.
-      doubt: What would settle it if a mesh axis is lost, because compilers may do something else.
+      choose: Returns the sharding that is kept if operands differ.
+      doubt: The fix to show if a mesh axis is lost, since compilers may act differently there.
     """
     sizes = step.ledger.sizes
     live = [at for at, value in enumerate(values) if not value.free and any(known.operands[at])]

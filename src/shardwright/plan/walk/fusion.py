@@ -15,15 +15,15 @@ from shardwright.plan.walk.entries import Buffer, Entry
 
 # Bytes of the scratch memory that compilers for TPUs give one kernel by default.
 _KERNEL: Final = 16 * 2**20
-_SMALL: Final = 16  # an operand that is that many times smaller than a value hardly counts
+_SMALL: Final = 16  # an operand hardly counts if it is this many times smaller than the value
 
 
 class Fusion(enum.Enum):
-    """Which values a compiler fuses into their uses. The first two were seen to take the most.
+    """Which values a compiler fuses into their uses. The first two need the most memory.
 
     Attributes:
       NARROW: Values with one use, and those with several that are cheap to compute again from what
-        is in memory. A conversion to a narrower type is held if what it converts is fused.
+        is in memory. A conversion to a narrower type is held if its operand is fused.
       WIDE: Conversions are fused into all uses. Values that a reduction reads are held.
       MOST: Values that are expensive to compute again are fused, too, if that saves memory.
       EAGER: Only values whose fusion saves memory are fused.
@@ -120,18 +120,20 @@ def _is_repeated(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer
     # together take no more memory than the value.
     operands = {each for operand in buffer.operands or () for each in held(operand, fused)}
     # `MOST` also fuses a value with a small operand, such as the mean of each row. The ways of the
-    # upper end do not: that of `unrolled_without_remat` (held out) would be 0.96 of the peak.
+    # upper end do not: with it, the upper end of `unrolled_without_remat`, a program that was not
+    # used to fit the model, would be 0.96 of the peak.
     small = buffer.size // _SMALL if fusion is Fusion.MOST else 0
     if sum(each.size for each in operands if each.size > small) > buffer.size:
         return False
     if buffer.reduced:
         starts = roots(buffer)
         if any(start.turned for start in starts):
-            # Seen for grouped queries: the scores are in memory, and no value of the softmax.
+            # As measured for grouped queries: the scores are in memory, but no value of the
+            # softmax.
             return True
         if buffer.costly and _in_one_kernel(buffer) and any(start.row for start in starts):
-            # Seen for a softmax over scores of four dims, in each program and mesh: the kernel of
-            # the scores also computes `scores - max`, which is in memory in float32.
+            # As measured for a softmax over scores of four dims, in each program and mesh: the
+            # kernel of the scores also computes `scores - max`, which is in memory in float32.
             return False
         if fusion is Fusion.WIDE:
             # A softmax over a vocabulary holds its logits, and not their exponentials.
@@ -159,8 +161,8 @@ def _joined(entries: Sequence[Entry], needed: Container[Buffer]) -> set[Buffer]:
             if birth.operands is not None and birth not in needed:
                 found = readers.get(birth, set())
                 if len(found) == 1:
-                    # The kernel of the users is where the chain ends: a matmul, a reduction, or a
-                    # value that other kernels read, too.
+                    # The chain ends at the kernel of the users: a matmul, a reduction, or a value
+                    # that other kernels read, too.
                     (kernel,) = found
                     joined.add(birth)
         for use in entry.uses:
@@ -169,7 +171,7 @@ def _joined(entries: Sequence[Entry], needed: Container[Buffer]) -> set[Buffer]:
 
 
 def _reach(entries: Sequence[Entry]) -> dict[Buffer, int]:
-    """Return the last equation that reads each buffer, or what is computed from it by element."""
+    """Return the last equation that reads each buffer, or a value computed from it elementwise."""
     reach: dict[Buffer, int] = {}
     for at in range(len(entries) - 1, -1, -1):
         births = entries[at].births
@@ -237,15 +239,15 @@ def _is_copy(buffer: Buffer, fused: set[Buffer]) -> bool:
         (buffer,) = buffer.operands or ()
         if buffer not in fused:
             return True
-    # Without operands, it is made of constants, or is a slice that a loop reads in place.
+    # A value without operands is made of constants, or is a slice that a loop reads in place.
     return buffer.cheap and not buffer.operands
 
 
 def _is_at_hand(buffer: Buffer, fused: set[Buffer], reach: Mapping[Buffer, int]) -> bool:
-    """Tell whether a value is cheap to compute from one that is in memory longer than it anyway."""
+    """Tell whether a value is cheap to compute from another one that is in memory longer anyway."""
     small = buffer.size // _SMALL
-    # XLA's `InstructionFusion` freely repeats a value of which at most one operand is large: to
-    # compute it reads no more than to load it.
+    # XLA's `InstructionFusion` freely repeats a value with at most one large operand: computing it
+    # reads no more than loading it.
     large = [each for each in held(buffer, {*fused, buffer}) if each.size > small]
     if len(large) != 1 or (buffer.costly and not large[0].costly):
         return False
@@ -260,7 +262,7 @@ def _in_one_kernel(buffer: Buffer, *, min_row_bytes: int = 0) -> bool:
 
     Args:
       buffer: The value.
-      min_row_bytes: Least bytes of that operand. With 0, the value need not start with a matmul.
+      min_row_bytes: Fewest bytes of that operand. With 0, the value need not start with a matmul.
     """
     starts = roots(buffer)
     return all(min_row_bytes <= 2 * each.row < _KERNEL and not each.turned for each in starts)

@@ -33,7 +33,7 @@ def dynamic_update_slice(step: PlanStep) -> list[ShardedValue]:
     assert known is not None
     whole, new = known.operands[:2]
     # Along a dim that is written in part, each device gets the whole update. XLA does so if the
-    # update has one element there. For more, XLA for CPUs gathers the operand.
+    # update has one element there. If it has more elements, XLA for CPUs gathers the operand.
     cut = [at for at, own in enumerate(whole) if own not in new and step.avals[1].shape[at] > 1]
     step.doubt({axis for at in cut for axis in value.dims[at]}, _WRITES)
     step.move(1, tuple(value.dims[at] if own in whole else () for at, own in enumerate(new)))
@@ -56,7 +56,7 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
     pairs = {at: of_updates.index(own) for at, own in enumerate(of_table) if own in of_updates}
     updates = step.equation.invars[2]
     if value.free and step.wanted[0] is not None and not isinstance(updates, Literal):
-        # Updates that are a partial sum are added where their columns are needed.
+        # Partial sums in updates are completed where their columns are needed.
         columns = _targets(step.wanted[0], step.values[2].dims, pairs)
         step.scope.asked.setdefault(updates, columns)
     update = step.whole(2)
@@ -83,7 +83,7 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
             targets[at] = tuple(axis for axis in update.dims[at] if axis in owed)
         step.move(2, tuple(targets))
         result = ShardedValue(dims=value.dims, owed=owed, origins=update.origins)
-        if step.name not in _ADDS:  # a largest element is not a sum, which may stay partial
+        if step.name not in _ADDS:  # only sums may stay partial, not maxima
             return [step.settle(result)]
         return [replace(result, lookups=frozenset([(step.place, owed)]))]
     written = [at for at in range(len(shape)) if at not in pairs]
@@ -127,7 +127,7 @@ def gather(step: PlanStep) -> list[ShardedValue]:
     entries = _entries(step, adds=False)
     # A device has zeros for rows that it lacks (`PartitionGatherTrivialSlicedOperandDimensions`).
     owed = frozenset(axis for dim in entries for axis in value.dims[dim])
-    # A device has its part of each row only along a dim of which the gather takes all elements.
+    # A device has its part of each row only along a dim whose elements the gather takes all.
     taken = step.parameters["slice_sizes"]
     pairs = _windows(step, adds=False)
     columns = {dim: at for dim, at in pairs.items() if taken[dim] == shape[dim]}
@@ -203,7 +203,7 @@ def _entries(step: PlanStep, *, adds: bool) -> tuple[int, ...]:
 def _windows(step: PlanStep, *, adds: bool) -> dict[int, int]:
     """Return table dim -> row dim, for the dims of a window: of a slice that one index selects.
 
-    A scatter names the dims of its windows as a gather does, but with other words.
+    A scatter has the same dims of windows as a gather, under other names.
     """
     numbers = step.parameters["dimension_numbers"]
     removed = numbers.inserted_window_dims if adds else numbers.collapsed_slice_dims

@@ -37,7 +37,7 @@ _MATRIX: Final = ("rows", "columns")
 _WHOLE_TILES: Final = "choose a size that gives each device whole tiles: others are padded"
 _KERNELS: Final = "compile the program: the gradient of a kernel may be summed whole"
 _TWICE: Final = "look up all rows at once: gradients of several lookups may be added before the sum"
-# Fixes of choices that are no competition between a stored weight and another value.
+# Fixes for choices other than a stored weight that competes with another value.
 LAYOUT_FIXES: Final = frozenset({_WHOLE_TILES, _KERNELS, _TWICE})
 _IN_STEPS: Final = "constrain the value in between with shard(...), one mesh axis at a time"
 
@@ -65,7 +65,8 @@ class Ledger:
         self.tiled = not for_gpus()
         self.in_stage = False
         self.events: list[Event] = []
-        # A dict keeps the order of the program. That of a set of texts differs between processes.
+        # A dict keeps the order of the program. The order of a set of texts differs between
+        # processes.
         self.choices: dict[CompilerChoice, None] = {}
         self.idle: list[Idle] = []
         self.unknown: Counter[str] = Counter()
@@ -106,7 +107,7 @@ class Ledger:
         return ledger
 
     def begin_inner(self) -> tuple[Timeline | None, int]:
-        """Start the timeline of a loop's body. Return the outer one, which `end_inner` takes."""
+        """Start the timeline of a loop's body. Return the outer one, to pass to `end_inner`."""
         outer = self.timeline, self.moved
         self.timeline = None if self.timeline is None else Timeline()
         return outer
@@ -219,13 +220,13 @@ class Ledger:
         """Tell whether a TPU sums an array whole, because its parts are not whole tiles.
 
         A vector is summed whole. Otherwise, tiles are of the last two dims. A sum over an
-        elementwise result keeps the order of dims. The result of a matmul is turned if its other
-        dim is not a multiple of 128, so that the scattered dim is along the lanes. A part then
+        elementwise result keeps the order of dims. The result of a matmul is transposed if its
+        other dim is not a multiple of 128. The scattered dim is then along the lanes, and a part
         needs 128 numbers of 32 bits.
         """
         if not self.tiled:
             return False
-        # Dims of size 1 take no part in tiles.
+        # Tiles ignore dims of size 1.
         pairs = [pair for pair in zip(aval.shape, dims, strict=True) if pair[0] > 1][-2:]
         if len(pairs) < len(_MATRIX):
             return True
@@ -264,7 +265,7 @@ class Ledger:
         self.doubt(move.doubtful, location, _IN_STEPS)
 
     def doubt_kernel(self, mesh_axes: Iterable[str], location: WalkLocation) -> None:
-        """Note that TPUs lay kernels out unlike matrices, so their sums may be all-reduces."""
+        """Note that a kernel's gradient may be all-reduced: TPUs lay it out unlike a matrix."""
         if self.tiled:
             self.doubt(mesh_axes, location, _KERNELS)
 
@@ -314,7 +315,7 @@ class Ledger:
     ) -> None:
         adds = kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
         dtype = np.dtype(value.sum_dtype) if adds and value.sum_dtype else aval.dtype
-        # Devices send the padding of a dim that does not divide, too.
+        # Devices also send the padding of a dim that does not divide.
         parts = [shards(axes, self.sizes) for axes in value.dims]
         shape = [-(-size // part) * part for size, part in zip(aval.shape, parts, strict=True)]
         self.note(

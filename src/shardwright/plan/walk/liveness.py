@@ -1,7 +1,7 @@
 """Compute which values of a program are in memory at the same time, per device.
 
-Equations run in the order of the program. The result is a range, since a compiler decides which
-values it keeps; `fusion` has the choices.
+Equations run in the order of the program. The result is a range, since the compiler decides which
+values it keeps. `fusion` lists the choices.
 
 * The upper end counts every value that a compiler cannot fuse into its use: matmuls, results of
   collectives and of loops, and elementwise values with several uses. A fused value keeps its
@@ -144,7 +144,7 @@ class Timeline:
         high, live = max(most, key=lambda end: end[0])
         outputs = frozenset() if within else frozenset(results)
         sure = self._sure(ways[Fusion.NARROW], results, outputs)
-        # What is on the host is never fused, so both ways of fusing give one number.
+        # Values on the host are never fused, so both ways of fusing give one number.
         host = 0
         if any(
             entry.inner.host or any(each.host for each in entry.births) for entry in self._entries
@@ -165,7 +165,7 @@ class Timeline:
             others = [self._way(fused, results, kept) for fused in orders]
             low = min(low, *(self._at_best(way, outputs, stacked) for way in others))
         if self.recomputes:
-            # Another order of matmuls cannot save what every compiler keeps.
+            # Another order of matmuls does not reduce the values that every compiler keeps.
             low -= max(low - sure, 0) // _REMAT
         kinds: Counter[str] = Counter()
         for present in live:
@@ -267,14 +267,14 @@ class Timeline:
         """Return the upper end of the peak, and what is in memory then.
 
         Args:
-          way: What is fused.
+          way: Which values are fused.
           reserved: Buffers whose memory is taken from the start.
         """
         # A compiler need not use the memory of a carry between its values: it is counted outside.
         outside = set(self.carries)
         alive = _Alive(way, lambda buffer: 0 if buffer in outside else buffer.size)
         alive.add(reserved)
-        kinds: dict[Buffer, str] = {}  # of values that overwrite a donated argument
+        kinds: dict[Buffer, str] = {}  # kinds of values that overwrite a donated argument
         for entry in self._entries:
             # XLA computes the sines of all layers first, see `angle`.
             if entry.early:
@@ -294,7 +294,7 @@ class Timeline:
             overwritten = {buffer.size for buffer in ended if buffer in outside}
             outside.update(birth for birth in entry.births if birth.size in overwritten)
             alive.add(entry.births)
-            # What is sent is in memory until the next matmul is done: compilers overlap the two.
+            # A sent value is in memory until the next matmul is done: compilers overlap the two.
             moved = max(entry.moved, sent)
             if entry.matmul or entry.moved:
                 sent = entry.moved
@@ -311,7 +311,7 @@ class Timeline:
         """Return the lower end of the peak.
 
         Args:
-          way: What is fused.
+          way: Which values are fused.
           weigh: Returns the bytes to count for a buffer.
           extra: Returns the bytes to count for an equation while it runs.
         """
@@ -337,9 +337,9 @@ class Timeline:
 
 
 def _late(entries: Sequence[Entry]) -> list[Entry]:
-    """Return equations, those with early results right before the first one that reads them."""
+    """Return equations, where those with early results come right before their first reader."""
     makers = {birth: entry for entry in entries if entry.early for birth in entry.births}
-    ordered: dict[int, Entry] = {}  # by id: equal entries are two equations
+    ordered: dict[int, Entry] = {}  # keyed by id, because equal entries are two equations
 
     def place(entry: Entry) -> None:
         for use in entry.uses:
@@ -358,16 +358,16 @@ def _parts_first(entries: list[Entry]) -> list[Entry]:
     """Return equations in an order in which parts of an array are read before it is overwritten.
 
     The derivative of an update of an array writes zeros into the gradient, then reads the part that
-    was there. XLA reads first, where it can, since it would have to copy the array otherwise.
+    was there. XLA reads first if it can. Otherwise it would have to copy the array.
     """
     written: dict[Buffer, Entry] = {}
-    earlier: dict[int, list[Entry]] = {}  # by id: equal entries are two equations
+    earlier: dict[int, list[Entry]] = {}  # keyed by id, because equal entries are two equations
     for entry in entries:
         found = [written[use] for use in entry.uses if use in written]
         if len(entry.births) == len(found) == 1 and entry.births[0].operands is not None:
             (part,) = entry.births
             if 2 * part.size <= max(use.size for use in entry.uses):
-                part.operands = None  # a copy: it is read after the array is overwritten
+                part.operands = None  # copied, since it is read after the array is overwritten
                 earlier.setdefault(id(found[0]), []).append(entry)
         written.update(dict.fromkeys(entry.in_place, entry))
     moved = {id(each) for parts in earlier.values() for each in parts}
@@ -388,11 +388,12 @@ def _one_by_one(entries: Sequence[Entry]) -> list[Entry]:
     """Return equations in an order that needs few fetched arrays at a time.
 
     optax computes one moment of all parameters, then the next one. A compiler may finish one
-    parameter before it fetches the state of the next. So of what depends on a fetch, the longest
-    chains come first, each right behind its operands and before its copies to the host.
+    parameter before it fetches the state of the next. So, among equations that depend on a fetch,
+    the longest chains come first. Each equation is right after its operands and before its copies
+    to the host.
     """
     makers: dict[Buffer, Entry] = {}
-    depths: dict[int, int] = {}  # by id: equal entries are two equations
+    depths: dict[int, int] = {}  # keyed by id, because equal entries are two equations
     copies: dict[Buffer, list[Entry]] = {}
     behind: list[Entry] = []
     for entry in entries:

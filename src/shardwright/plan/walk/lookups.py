@@ -3,7 +3,7 @@
 XLA splits such an operation over groups of devices, one level after the other. At each level it has
 three methods, named here by what they keep sharded:
 
-* `columns`: the dims of the table that each row has, too. Indices are gathered, and rows move.
+* `columns`: the dims that the table and each row share. Indices are gathered, and rows move.
 * `entries`: the dims that the indices select from. Each device looks up its own entries. A gather
   sums the rows over the devices.
 * `tokens`: the dims of the indices. The table is gathered. A scatter sums the table.
@@ -62,7 +62,7 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LookupMove:
-    """One of the arrays moves to other dims. If it is the result, `axes` were summed before.
+    """One of the arrays moves to other dims. If it is the result, it may have been summed before.
 
     Attributes:
       name: The array.
@@ -95,7 +95,7 @@ class _Level:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Option:
-    """One method at one level: what it groups by, and the level that follows."""
+    """One method at one level: the dims by which it groups, and the next level."""
 
     group: frozenset[str]
     after: _Level
@@ -112,7 +112,7 @@ def partition(lookup: Lookup, dims: Mapping[Name, Dims]) -> tuple[list[LookupMov
     """
     moves: list[LookupMove] = []
     sure = _partition(lookup, _Level(dims=dims, free=frozenset(lookup.sizes)), moves)
-    # With more mesh axes, XLA shares the devices of a group out in ways that are not followed.
+    # With more mesh axes, XLA divides the devices of a group in ways that the walk does not follow.
     used = axes_of(tuple(axes for name in _NAMES for axes in dims[name]))
     shared, tokens = shared_axes(lookup, dims), _token_axes(lookup, dims)
     known = len(shared) == 1 and (lookup.adds or tokens == shared)
@@ -129,8 +129,8 @@ def _partition(lookup: Lookup, level: _Level, moves: list[LookupMove]) -> bool:
         moves += [each for n in operands for each in _route(n, level.dims[n], whole[n])]
         moves.append(LookupMove(name=result, held=whole[result], goal=level.dims[result]))
         return True
-    # As XLA's `GatherPartitionMethodsOrderedByCost`, and the same for scatters. Of equal options,
-    # `min` keeps the first one, in the order of XLA's list.
+    # This follows XLA's `GatherPartitionMethodsOrderedByCost`, and the same for scatters. Of equal
+    # options, `min` keeps the first one, in the order of XLA's list.
     chosen = min(options, key=lambda option: _cost(lookup, level, option))
     after = chosen.after
     changed = [name for name in _NAMES if name != result]
@@ -147,7 +147,7 @@ def _options(lookup: Lookup, level: _Level) -> Iterator[_Option | None]:
     table, index, rows = (level.inner(name) for name in _NAMES)
     yield _by_columns(lookup, level, axes_of(tuple(table[at] for at in lookup.columns)))
     yield _by_entries(lookup, level, axes_of(tuple(table[at] for at in lookup.entries)))
-    # Indices are sharded like the rows where they are not sharded themselves.
+    # Indices that are not sharded get the sharding of the rows.
     used = axes_of(index)
     merged = list(index)
     for at, to in lookup.tokens.items():
@@ -224,7 +224,7 @@ def _freed(lookup: Lookup, level: _Level, name: Name, group: frozenset[str]) -> 
     """Return an array's dims without the mesh axes of a group, and whether this is sure.
 
     The devices of a group need equal parts. XLA first replicates entries or tokens, then columns,
-    and only as far as it must. The parts that are left are then spread over the other mesh axes.
+    as few as possible. The remaining parts are then spread over the other mesh axes.
     """
     dims, sizes = level.inner(name), lookup.sizes
     if not axes_of(dims) & group:
@@ -278,7 +278,7 @@ def _cost(lookup: Lookup, level: _Level, option: _Option) -> tuple[float, float]
         for move in _route(name, held, goal):
             for each in find_move(move.held, move.goal, lookup.sizes).transfers:
                 size = lookup.bytes(name, each.dims)
-                # Operand and result are in memory. Of a gather, `size` is that of the result.
+                # Operand and result are in memory. For a gather, `size` is the size of the result.
                 read = size // each.devices if each.kind is Kind.ALL_GATHER else size
                 memory.append(size + read)
                 sent += size
@@ -288,7 +288,7 @@ def _cost(lookup: Lookup, level: _Level, option: _Option) -> tuple[float, float]
 def _route(name: Name, held: Dims, goal: Dims) -> list[LookupMove]:
     """Return the moves of one array between two shardings, one or two.
 
-    If a dim loses a mesh axis to another dim, and one that no dim will have, XLA gathers the dim.
+    If a dim loses one mesh axis to another dim, and one to no dim, XLA gathers the dim.
     """
     kept = {axis for have, want in zip(held, goal, strict=True) for axis in {*have} & {*want}}
     moved = (axes_of(held) & axes_of(goal)) - kept

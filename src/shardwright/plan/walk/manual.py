@@ -47,7 +47,7 @@ _KINDS: Final = {
     "ppermute": Kind.PERMUTE,
     "pbroadcast": Kind.BROADCAST,
 }
-# Primitives of a `shard_map` alone that send nothing.
+# Primitives that occur only in a `shard_map` and send nothing.
 _LOCAL: Final = frozenset(
     {
         *("axis_size", "pvary", "pcast"),
@@ -55,7 +55,7 @@ _LOCAL: Final = frozenset(
         *("all_to_all_done", "pbroadcast_done", "ppermute_done"),
     }
 )
-# Operations of these are not counted in a `shard_map`.
+# In a `shard_map`, the operations of these are not counted.
 _UNCOUNTED: Final = frozenset({"conv_general_dilated"})
 _SUMS: Final = frozenset({"psum", "psum2", "psum_invariant"})
 # Collectives in a `shard_map` over some mesh axes that leave the shape of their operands.
@@ -84,7 +84,7 @@ def shard_map(step: PlanStep) -> list[ShardedValue]:
     """Follow a `shard_map`: operands move to its input specs, then its body runs."""
     parameters, sizes = step.parameters, step.ledger.sizes
     manual = step.ledger.renamed(_jax.newly_manual_axes(parameters))
-    # The body of a pipeline has carries of many bytes, which only the walk over values counts once.
+    # The carries of a pipeline have many bytes, and only the walk over values counts them once.
     if set(sizes).difference(manual) or STAGES in manual:
         return _over_some(step, manual)
     for at, (spec, aval) in enumerate(zip(parameters["in_specs"], step.avals, strict=True)):
@@ -150,7 +150,7 @@ def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[st
     """Note the collectives of a jaxpr whose shapes are local."""
     ledger = step.ledger
     for equation in live_equations(jaxpr):
-        # Of an asynchronous collective, the equation that starts it says what is sent.
+        # The equation that starts an asynchronous collective says what it sends.
         name, parameters = equation.primitive.name.removesuffix("_start"), equation.params
         kind = _KINDS.get(name)
         if name in _SUMS and _is_scattered(equation, jaxpr, step):
@@ -183,7 +183,7 @@ def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[st
         elif (body := called_jaxpr(equation)) is not None:
             _follow(body, step, location, origins)
         elif name == "cond":
-            # The collectives of each branch may run, and the most work of one of them does.
+            # Collectives of each branch may run. The branch with the most work counts.
             done, of_branches = ledger.work, []
             for branch in run_bodies(equation):
                 ledger.work = Work()
@@ -201,7 +201,7 @@ def _is_scattered(equation: Any, jaxpr: Any, step: PlanStep) -> bool:
     """
     body = step.parameters["jaxpr"]
     results = equation.outvars
-    # Results of an inner jaxpr, such as a loop's body, are not yet results of the `shard_map`.
+    # An inner jaxpr, such as a loop's body, has results that are not results of the `shard_map`.
     if jaxpr is not getattr(body, "jaxpr", body) or len(results) != 1:
         return False
     axes = _mesh_axes(equation, step)
@@ -216,7 +216,7 @@ def _is_scattered(equation: Any, jaxpr: Any, step: PlanStep) -> bool:
 def _mesh_axes(equation: Any, step: PlanStep) -> tuple[str, ...]:
     axes = equation.params.get("axes", equation.params.get("axis_name"))
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    # An integer stands for a dim that `vmap` made of an axis: it is on one device.
+    # An integer is a dim that `vmap` added. It is on one device.
     return step.ledger.renamed(name for name in names if isinstance(name, str))
 
 
@@ -239,8 +239,8 @@ def _count(equation: Any, step: PlanStep, location: WalkLocation) -> None:
 def _count_kernel(equation: Any, step: PlanStep, location: WalkLocation) -> None:
     """Count the matmuls of a Pallas kernel: those of one step of its grid, times the steps.
 
-    A kernel skips blocks, or computes a block with or without a mask. So of the branches in its
-    body at most one runs in a step, the one with the most operations.
+    A kernel skips blocks, or computes a block with or without a mask. So at most one branch of its
+    body runs in a step. The walk takes the one with the most operations.
     """
     parameters, variables = equation.params, (*equation.invars, *equation.outvars)
     # A dynamic size of a grid is not known before the program runs. It counts as one step.
@@ -256,7 +256,7 @@ def _count_kernel(equation: Any, step: PlanStep, location: WalkLocation) -> None
 
 
 def _matmuls_of(jaxpr: Any) -> tuple[int, int]:
-    """Return the multiplications of a kernel's body outside of branches, and the most of a branch.
+    """Return a kernel's multiplications outside of branches, and those of its largest branch.
 
     The shapes are those of the blocks.
     """

@@ -18,7 +18,7 @@ from shardwright.plan.walk.demands import demands
 from shardwright.plan.walk.equations import called_jaxpr
 from shardwright.plan.walk.values import Dims, Origin, ShardedValue
 
-# An equation of a program: the ids of the equations that hold its jaxpr, and its own id.
+# Key of an equation: the ids of the equations that hold its jaxpr, and its own id.
 EquationIds: TypeAlias = tuple[int, ...]
 _COMPARISONS: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _SHAPES: Final = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
@@ -58,7 +58,7 @@ def _masks(
             inner = dict(zip(body.invars, map(key_of, operands), strict=True))
             yield from _masks(body, inner, place)
         elif equation.primitive.name == "scan":
-            # XLA merges values of one computation only: no input of a loop's body is an outer one.
+            # XLA merges only values of one computation, so inputs of a loop's body get new keys.
             yield from _masks(bodies(equation)[0].jaxpr, {}, place)
         elif (key := _key(equation, key_of)) is not None:
             keys[equation.outvars[0]] = key
@@ -67,13 +67,13 @@ def _masks(
 
 
 def _key(equation: Any, key_of: Callable[[Any], Any]) -> Any:
-    """Return the key of an equation of which masks are made, or None for any other one."""
+    """Return the key of an equation that computes a mask or its operands, else None."""
     if not equation.outvars:  # a call for its effect, such as `jax.debug.print`
         return None
     name, parameters, result = equation.primitive.name, equation.params, equation.outvars[0].aval
     if name == "iota":
         length = result.shape[parameters["dimension"]]
-        # With one long dim, it is the iota of one dim, reshaped. Programs write both forms.
+        # With one long dim, this equals a reshaped iota of one dim. Programs write both forms.
         if length == result.size:
             return "shape", result.shape, ("iota", str(result.dtype), length)
         return name, str(result), parameters["dimension"]
@@ -112,7 +112,7 @@ def required_dims(
     if not groups:
         return {}
     required: dict[EquationIds, Dims] = {}
-    # With all prefixes, so that jaxprs without such a mask are not read.
+    # All prefixes are included, so that jaxprs without such a mask are not read.
     holders = {place[:end] for group in groups for place in group for end in range(len(place) + 1)}
 
     def read(inner: Any, goals: Sequence[Dims | None], at: EquationIds) -> None:
@@ -143,7 +143,7 @@ def required_dims(
 
 
 def _filled(dims: Dims, other: Dims) -> Dims:
-    """Return dims where those that are not sharded have the mesh axes of other dims."""
+    """Return `dims`, where each dim without mesh axes takes those of the other dims."""
     used = {axis for axes in dims for axis in axes}
     filled = []
     for axes, more in zip(dims, other, strict=True):

@@ -56,7 +56,7 @@ class Labels:
             return f"{sides[0] if len(sides) == 1 else 'b'}{factor}"
 
         lefts, rights = tuple(map(label, left)), tuple(map(label, right))
-        # A row is multiplied by one of the matrices that it picks from.
+        # Each row is multiplied by one matrix, which its group chooses.
         used = {factor for (factor,) in (*left, *right)}
         used = {factor for factor in used if known.roles[factor] is not FactorRole.PICKED}
         return Labels(
@@ -80,7 +80,7 @@ def ragged_dot(step: PlanStep) -> list[ShardedValue]:
     numbers, labels = step.parameters["ragged_dot_dimension_numbers"], Labels.of(step.equation)
     step.move(2, ((),) * step.avals[2].ndim)
     ragged = {labels.operands[0][dim] for dim in numbers.lhs_ragged_dimensions}
-    # What one operand shards of a contracted dim, the other is cut to: XLA always sums.
+    # If one operand shards a contracted dim, the other one is sliced to match: XLA always sums.
     summed: dict[str, tuple[str, ...]] = {}
     whole = [step.whole(0), step.whole(1)]
     for names, value in zip(labels.operands, whole, strict=True):
@@ -120,7 +120,7 @@ def ragged_dot(step: PlanStep) -> list[ShardedValue]:
 def follow_matmul(
     step: PlanStep, values: Sequence[ShardedValue], labels: Labels
 ) -> list[ShardedValue]:
-    """Follow a matmul. A mesh axis shards one label. A contracted one leaves a partial sum.
+    """Follow a matmul. A mesh axis shards one label. A contracted label gives a partial sum.
 
     Args:
       step: The equation.
@@ -159,9 +159,9 @@ def _use(
 ) -> object:
     """Return the key of a move. XLA merges two moves of one value only if their keys are equal.
 
-    If a gather is over fewer devices than the dims that stay sharded, or if the type of the value
-    has its sharding, all matmuls that need the same dims share the gather. Else they share it only
-    if the dims that they keep sharded are also of the same kinds.
+    Matmuls that need the same dims share a gather if the dims that they keep sharded are of the
+    same kinds. They also share it if the type of the value has its sharding, or if the gather is
+    over fewer devices than the dims that stay sharded.
     """
     if explicit_axes(step.avals[at]):
         return None
@@ -183,11 +183,12 @@ def _places(step: PlanStep, values: Sequence[ShardedValue], labels: Labels) -> d
     * If one operand shards a contracted label, it is summed if the result is smaller than that
       operand. Else the operand is gathered.
     * If two labels compete, and a constraint on the result shards neither, both are gathered. A
-      label of the result alone is gathered too, if the type of the result does not have it.
-    * If a batch label is sharded, and a constraint shards another label of the result, or an
-      operand a contracted one, XLA may gather or sum instead. The plan marks these matmuls.
-    * If two labels compete without a constraint, that of the larger operand is chosen. The plan
-      marks this choice.
+      label that only the result has is gathered too, if the type of the result does not shard it.
+    * XLA may gather or sum instead if a batch label is sharded, and either a constraint shards
+      another label of the result or an operand shards a contracted label. The plan marks these
+      matmuls.
+    * If two labels compete without a constraint, the label of the larger operand is chosen. The
+      plan marks this choice.
     """
     places: dict[str, str] = {}
     one_sided: dict[str, tuple[str, int]] = {}
@@ -217,12 +218,12 @@ def _places(step: PlanStep, values: Sequence[ShardedValue], labels: Labels) -> d
             )
             step.note_choice(axis)
     unused = step.ledger.sizes.keys() - places.keys() - one_sided.keys()
-    # Last, because bytes on one device depend on where all other mesh axes are.
+    # This comes last, because bytes on one device depend on where all other mesh axes are.
     for axis, (label, side) in one_sided.items():
         if _sum_is_smaller(step, labels, places, side):
             places[axis] = label
-            # Seen on CPUs: XLA gathers if another mesh axis repeats the matmul, or if a constraint
-            # behind a later matmul shards another dim of the result over this one.
+            # As measured on CPUs, XLA gathers if another mesh axis repeats the matmul, or if a
+            # constraint after a later matmul shards another dim of the result over this mesh axis.
             if unused or _constrained_label(axis, labels, step.suggested) is not None:
                 step.note_choice(axis)
     return places
@@ -255,7 +256,7 @@ def _claims(
 
 
 def _is_dispatched(claims: Mapping[str, _Claim], decided: str) -> bool:
-    """Tell whether a mesh axis leaves a batch label, or enters one, as in a one-hot MoE."""
+    """Tell whether a mesh axis moves to or from a batch label, as in a one-hot MoE."""
     batch = [label for label in claims if label.startswith("b")]
     if decided not in claims:
         return bool(batch)
@@ -288,7 +289,7 @@ def _order(
     values: Sequence[ShardedValue], labels: Labels, places: dict[str, str]
 ) -> dict[str, list[str]]:
     """Return the mesh axes of each label, major first."""
-    # Where both operands shard a label, the left one gives the order, and the right one moves.
+    # If both operands shard a label, the left one gives the order, and the right one moves.
     order: dict[str, list[str]] = {}
     for value, names in zip(values, labels.operands, strict=True):
         for label, axes in zip(names, value.dims, strict=True):
@@ -302,7 +303,7 @@ def _count(step: PlanStep, labels: Labels, order: dict[str, list[str]]) -> None:
     """Count the operations and bytes of a matmul, and note the mesh axes that repeat it."""
     ledger = step.ledger
     elements = math.prod(
-        # Devices multiply the padding of a dim that does not divide, too.
+        # Devices also multiply the padding of a dim that does not divide.
         -(-size // shards(order.get(label, ()), ledger.sizes))
         for label, size in labels.sizes.items()
     )

@@ -19,7 +19,8 @@ class Transfer:
       axes: Mesh axes that it runs over.
       dims: Mesh axes of each dim of the array whose bytes count: the result of an all-gather, else
         the operand.
-      devices: Devices of one group. Fewer than the mesh axes have if it runs over a part of them.
+      devices: Devices of one group. Fewer than the mesh axes have if the collective runs over a
+        part of them.
     """
 
     kind: Kind
@@ -41,7 +42,7 @@ class ValueMove:
     doubtful: frozenset[str] = frozenset()
 
 
-# An all-to-all is between two dims: it cuts one and joins the other.
+# An all-to-all moves a mesh axis between two dims: it cuts one and joins the other.
 _PAIR: Final = 2
 
 
@@ -50,12 +51,12 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> ValueMove:
 
     Each rule is measured on compiled programs:
 
-    * A mesh axis that is new needs a slice, which sends nothing.
+    * A new mesh axis needs a slice, which sends nothing.
     * A mesh axis that changes its dim needs an all-to-all. XLA takes the last mesh axes of a dim,
       and appends them to the other dim. If their order is then not that of `goal`, a permute
       follows. If mesh axes change places between three dims, XLA gathers them instead.
-    * A mesh axis that no dim has any more needs an all-gather. Dims are gathered one by one, the
-      last dim first. If the mesh axis is not the last one of its dim, a permute comes first.
+    * A mesh axis that is removed needs an all-gather. Dims are gathered one by one, the last dim
+      first. If the mesh axis is not the last one of its dim, a permute comes first.
     * If one mesh axis replaces another one in a dim, a permute of the smaller shards is needed.
     """
     # `PartitionedHlo::ReshardNoCache` of XLA's SPMD partitioner tries a permute, an all-to-all,
@@ -73,7 +74,7 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> ValueMove:
     changed = [at for at, (have, want) in enumerate(zip(held, goal, strict=True)) if have != want]
     left, entered = ({place[axis] for axis in moved} for place in (before, after))
     # A dim that loses one mesh axis and gets another one is not gathered. The next case exchanges
-    # it, with a doubt.
+    # it and notes a doubt.
     if len(left | entered) > _PAIR and len(moved) > 1 and not left & entered:
         # The mesh axes cut their new dims only after the gathers, so the bytes are those of `held`.
         return ValueMove(transfers=tuple(_gathered(held, moved, sizes)[0]))
@@ -138,7 +139,7 @@ def _replaced(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> list[Transfer
 def _gathered(
     current: Dims, gone: Iterable[str], sizes: Mapping[str, int]
 ) -> tuple[list[Transfer], Dims]:
-    """Return the gathers over mesh axes that no dim has any more, and the dims after them."""
+    """Return the gathers over removed mesh axes, and the dims after them."""
     going = set(gone)
     dims = list(current)
     transfers = []
@@ -146,8 +147,8 @@ def _gathered(
         kept = tuple(axis for axis in dims[at] if axis not in going)
         if kept == dims[at]:
             continue
-        # An all-gather joins neighboring blocks. Those of a major mesh axis are apart, as long as a
-        # minor one stays.
+        # An all-gather joins neighboring blocks. The blocks of a major mesh axis are not neighbors
+        # while a minor one stays.
         if dims[at][: len(kept)] != kept:
             transfers.append(_transfer(Kind.PERMUTE, dims[at], tuple(dims), sizes))
         gathered = set(dims[at]) - set(kept)
@@ -171,10 +172,10 @@ def _exchanged(
         at, to = _places(current)[axis], _places(goal)[axis]
         ends[at] = tuple(each for each in ends[at] if each != axis)
         ends[to] = (*ends[to], axis)
-    # XLA cuts off the last mesh axes, whatever their names. The collective may so run over others
-    # than `moved`.
+    # XLA moves the last mesh axes of a dim, so the collective may run over other ones than `moved`.
     cut = frozenset(axis for at in changed for axis in _last(current[at], moved, sizes))
-    # `cut` may have more devices than what moves, and does not give the size of a group.
+    # `cut` may have more devices than the mesh axes that move, so it does not give the group's
+    # size.
     devices = shards(moved, sizes)
     transfers = [_transfer(Kind.ALL_TO_ALL, cut, current, sizes, devices=devices)]
     if tuple(ends) != goal or cut != moved:
@@ -199,7 +200,7 @@ def _last(dim: Sequence[str], moved: set[str], sizes: Mapping[str, int]) -> list
 def _entered(
     held: Dims, goal: Dims, moved: set[str], changed: Sequence[int]
 ) -> tuple[str, str] | None:
-    """Return a mesh axis and the one that takes its place in a dim, if there is one such pair."""
+    """If one mesh axis replaces another one in a dim, return the pair, the removed one first."""
     pairs = []
     for at in changed:
         have, want = held[at], goal[at]
@@ -209,7 +210,7 @@ def _entered(
             pairs.append((have[0], want[0]))
     if len(pairs) == 2 and pairs[0] == pairs[1][::-1]:
         return pairs[0]
-    # The mesh axis that moves on leaves its dim to one that was in no dim.
+    # A new mesh axis replaces the one that moves to another dim.
     return pairs[0] if len(pairs) == 1 == len(moved) and len(changed) == 2 else None
 
 
@@ -235,7 +236,7 @@ def _traded(
 def _with_both(
     held: Dims, goal: Dims, sizes: Mapping[str, int], moved: set[str], gone: set[str]
 ) -> ValueMove:
-    """Return the move if some mesh axes change their dims, and others are in no dim any more."""
+    """Return the move if some mesh axes change their dims, and others are removed."""
     current = _sliced(held, goal)
     before, after = _places(held), _places(goal)
     origins = {before[axis] for axis in moved}
@@ -246,8 +247,8 @@ def _with_both(
         for dim in held
         for at, axis in enumerate(dim)
     ):
-        # A mesh axis leaves a dim in which one that no dim will have comes after it. XLA gathers
-        # the whole dim, and slices it again.
+        # A mesh axis leaves a dim, and a removed one comes after it there. XLA gathers the whole
+        # dim, and slices it again.
         transfers, _ = _gathered(held, {*gone, *moved}, sizes)
         return ValueMove(transfers=tuple(transfers))
     doubtful = frozenset(moved | gone)
@@ -258,11 +259,12 @@ def _with_both(
         alone = all(len(dim) < 2 for dim in (*current, *goal))
         return ValueMove(transfers=(permute, gather), doubtful=frozenset() if alone else doubtful)
     if losing & ends:
-        # The dim that a mesh axis enters also loses one. XLA gathers it before the exchange.
+        # The dim that a mesh axis enters also loses one. XLA gathers the dim before the exchange.
         transfers, kept = _gathered(current, gone, sizes)
         smaller = shards(gone, sizes) <= shards(moved, sizes)
         rest = _exchanged(kept, kept, goal, sizes, moved)
-        # Exact if what goes has no more devices than what moves, and they leave different dims.
+        # Exact if the removed mesh axes have no more devices than the moved ones, and leave other
+        # dims.
         doubt = doubtful if not smaller or losing & origins else rest.doubtful
         return ValueMove(transfers=(*transfers, *rest.transfers), doubtful=doubt)
     # The exchange comes first: the array is still cut over `gone`, so fewer bytes move.

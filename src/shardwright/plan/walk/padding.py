@@ -67,7 +67,7 @@ def padded_copies(
 
 
 def is_across(buffer: Buffer) -> bool:
-    """Tell whether a stored matrix has its first dim along the lanes, because its last is short."""
+    """Tell whether a stored matrix has its first dim along the lanes because its last is short."""
     if len(buffer.shape) != _MATRIX or for_gpus():
         return False
     rows, columns = buffer.shape
@@ -78,7 +78,7 @@ def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
     """Return the copies that a transpose makes of an array without a dim of 128 elements.
 
     The patches of an image are such an array. The compiler holds both orders of the dims in tiles
-    of 8 by 128, one of them at least.
+    of 8 by 128, or at least one of them.
     """
     if name != "transpose" or for_gpus():
         return []
@@ -102,7 +102,7 @@ def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
 
 
 def keep_copies(read: Iterable[Buffer | None], timeline: Timeline) -> None:
-    """Keep the padded copies of those arrays until the end that a matmul with one row reads."""
+    """Keep the padded copies of arrays that a matmul with one row reads until the end."""
     for each in read:
         for root in () if each is None else roots(each):
             padded = timeline.padded.get(root)
@@ -111,7 +111,7 @@ def keep_copies(read: Iterable[Buffer | None], timeline: Timeline) -> None:
 
 
 def with_one_row(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs behind each operand of a matmul of which the other operand has one row.
+    """Return the inputs behind an operand of a matmul whose other operand has one row.
 
     Args:
       equation: A matmul.

@@ -16,7 +16,7 @@ from shardwright.dims.primitives import ELEMENTWISE, SCATTERS
 from shardwright.plan.walk.equations import called_jaxpr
 from shardwright.plan.walk.values import Dims, ShardedValue
 
-# Largest number of elementwise equations that are followed until a value has a sharding.
+# Most elementwise equations to follow until a value has a sharding.
 _DEPTH: Final = 16
 
 
@@ -27,11 +27,11 @@ class Peers:
         self._equations = equations
         self._makers: dict[Any, Any] = {}
         self._users: dict[Any, list[Any]] = {}
-        # Paths between elementwise values split and meet. A value without a result is asked once.
+        # Several paths may lead to one value. A value for which nothing is found is looked up once.
         self._seen: set[Any] = set()
 
     def ask(self, variable: Any, asked: dict[Any, Dims], held: Mapping[Any, ShardedValue]) -> None:
-        """Add the dims that `dims` finds for a variable to `asked`, unless it has some already.
+        """Add the dims that `dims` finds for a variable to `asked`, if they are not there yet.
 
         Args:
           variable: The result of a scatter.
@@ -102,7 +102,7 @@ def _inside(
     equation: Any, body: Any, variable: Any, held: Mapping[Any, ShardedValue], depth: int
 ) -> Dims | None:
     """Return the dims that a called jaxpr combines with one of its operands."""
-    # A `cond` by platform has one operand more than its branch: the index of the branch.
+    # A `cond` by platform has one operand more than its branches: the index of the branch.
     given = equation.invars[len(equation.invars) - len(body.invars) :]
     pairs = list(zip(body.invars, given, strict=True))
     known = {

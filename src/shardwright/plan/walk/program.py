@@ -87,9 +87,9 @@ _RULES: Final[Mapping[str, PlanRule]] = {
 }
 _MASKS: Final = "this mask is computed twice; annotate the results that are made of it, shard(...)"
 _UNEVEN: Final = "shard the returned value, which does not divide, with shard(...)"
-# The rules of these primitives set by themselves how often a result is computed.
+# The rules of these primitives themselves set how often a result is computed.
 _LOOPS: Final = frozenset({"scan", "while", "cond"})
-# XLA partitions these by the types of all their operands, constants too.
+# XLA partitions these by the types of all operands, including constants.
 _PARTITIONED: Final = (
     frozenset({"dot_general", "ragged_dot_general", "reshard", "gather"}) | SCATTERS
 )
@@ -153,7 +153,7 @@ class ShardingWalker:
             mask_origins=self._mask_origins,
         )
         held: dict[Any, ShardedValue] = dict(zip(jaxpr.invars, inputs, strict=True))
-        # Each device has the whole arrays that a program closes over, so it has any part of them.
+        # Each device has the whole of the arrays that a program closes over.
         held |= {variable: anywhere(_rank(variable)) for variable in jaxpr.constvars}
 
         def value(variable: Any) -> ShardedValue:
@@ -239,7 +239,7 @@ def written_target(equation: Any, ledger: Ledger) -> ShardedValue | None:
         return None
     aval = equation.invars[0].aval
     if equation.primitive.name == "reshard":
-        # It changes nothing over Auto axes. The type of its result has the Explicit ones.
+        # It changes nothing over Auto axes. The type of its result has the Explicit axes.
         return ShardedValue(dims=(KEEP,) * aval.ndim)
     dims = ledger.dims_of(sharding.spec, aval.ndim)
     origin = Origin(source=_jax.source_line(equation))
@@ -308,8 +308,8 @@ def _given_out(
 ) -> ShardedValue:
     """Move an output to its sharding and its memory, and return it with its buffer.
 
-    A part of a value is taken as soon as the value is computed, and so is a copy on the host. A
-    gathered copy is made at the end.
+    A slice and a copy to the host are made as soon as the value is computed, a gathered copy at the
+    end.
     """
     sent = len(ledger.events)
     if goal is None:
@@ -390,7 +390,7 @@ def walk_jaxpr(
     kept += closed_over
     buffers = [value.buffer for value in results if value.buffer is not None]
     for buffer in buffers:
-        # Outputs count as results if they are not inputs.
+        # Outputs that are not inputs count as results.
         if buffer.kind == TEMPORARY:
             buffer.kind = RESULTS
     assert ledger.timeline is not None

@@ -27,7 +27,7 @@ from shardwright.plan.walk.values import (
 )
 
 _GATHER: Final = "gather the dim with shard(...) before this {}"
-# Compilers have no other way for these.
+# Compilers have only one way to do these.
 _SURE: Final = CUMULATIVE | {"dynamic_slice"}
 
 
@@ -58,7 +58,7 @@ def cut(step: PlanStep) -> list[ShardedValue]:
         return step.anywhere()
     doubt = "" if step.name in _SURE else _GATHER.format(step.name)
     results = follow(step, known, values, doubt=doubt)
-    # Each element of the result has a place among those of the operand, so XLA gives it the
+    # The elements of the result correspond to those of the operand, so XLA gives the result the
     # sharding of the operand again, also along the gathered dim.
     return [values[0]] if step.name in CUMULATIVE else results
 
@@ -89,7 +89,7 @@ def slice_(step: PlanStep) -> list[ShardedValue]:
 def _picked(step: PlanStep, changed: Sequence[int]) -> ShardedValue:
     """Follow a slice of size 1 of a sharded dim: a sum gives it to all devices.
 
-    If it is not in the first shard, XLA sends it to the first device before the sum.
+    If the slice is not in the first shard, XLA sends it to the first device before the sum.
     """
     value = step.whole(0)
     if value.free:
@@ -127,10 +127,11 @@ def constraint(step: PlanStep) -> list[ShardedValue]:
         return [value]  # a scatter into these zeros still adds where its updates are
     if value.owed and not value.owed & axes_of(dims):
         dims = _scattered_later(step, value, dims)
-    # The key of `PlanStep.move` without a use, so that later gathers to these dims share this one.
+    # This uses the key of `PlanStep.move` without a use, so later gathers to these dims share it.
     key = (variable, dims, None)
     if key not in step.scope.moved:
-        # A spec that is written by hand has no axes: an annotation before it says more.
+        # A spec that is written by hand has no axes, so keep the origins of an annotation before
+        # it.
         origins = merged_origins([target, value])
         moved = step.ledger.move(value, step.avals[0], dims, step.location, origins=origins)
         step.scope.moved[key] = moved
@@ -163,6 +164,6 @@ def _scattered_later(step: PlanStep, value: ShardedValue, dims: Dims) -> Dims:
     later, variable = step.wanted[0], step.equation.outvars[0]
     if later is None or step.scope.uses[variable] != 1 or not value.owed <= axes_of(later):
         return dims
-    # The later constraint then only cuts further, and the sum needs no other move.
+    # The later constraint then only slices further, so the sum needs no other move.
     refines = all(axes == part[: len(axes)] for axes, part in zip(dims, later, strict=True))
     return later if refines else dims

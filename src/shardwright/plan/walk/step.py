@@ -83,9 +83,10 @@ class PlanStep:
         return [self.scope.asked.get(variable) for variable in self.equation.outvars]
 
     def wanted_over(self, axis: str) -> Dims | None:
-        """Dims of the first result that decide which one a mesh axis shards, or None.
+        """Dims of the first result that decide which dim a mesh axis shards, or None.
 
-        Those of its type over an Explicit mesh axis, else those that a later constraint requires.
+        Over an Explicit mesh axis, these are the dims of its type, else those of a later
+        constraint.
         """
         result = self.results[0]
         if axis in explicit_axes(result):
@@ -115,7 +116,7 @@ class PlanStep:
     @property
     def place(self) -> EquationIds:
         """The equation, by its id and those of the equations that hold its jaxpr."""
-        # JAX shares a jaxpr between equal calls, so an inner equation's id may stand for several.
+        # JAX shares a jaxpr between equal calls, so several equations may have one id.
         return (*self.location.calls, id(self.equation))
 
     @property

@@ -17,7 +17,7 @@ from shardwright.plan.walk.values import ShardedValue, explicit_axes, typed_dims
 
 
 def add_typed_demands(demands: Demands, variables: Iterable[Any], sizes: Mapping[str, int]) -> None:
-    """Require of each variable the sharding of its type, beside what constraints require."""
+    """Add the sharding of each variable's type to the sharding that constraints require."""
     for variable in variables:
         explicit = explicit_axes(variable.aval)
         # Without a constraint, propagation still decides over Auto mesh axes.
@@ -34,10 +34,10 @@ def _unreduced(avals: Iterable[Any]) -> frozenset[str]:
 
 
 def with_owed(step: PlanStep) -> PlanStep:
-    """Return an equation whose operands owe the sums that are unreduced in their types only.
+    """Return an equation whose operands owe the sums that it must complete by its types.
 
-    While a type is unreduced, equations run on the terms of the sum. The equation with a type that
-    is not, a reshard, adds them.
+    While a type is unreduced, equations run on the terms of the sum. A reshard to a reduced type
+    adds them.
     """
     paid = _unreduced(step.avals) - _unreduced(step.results)
     if not paid:
@@ -51,11 +51,11 @@ def with_owed(step: PlanStep) -> PlanStep:
 
 
 def with_typed_constants(step: PlanStep) -> PlanStep:
-    """Return an equation whose operands that any device can compute have the dims of their types.
+    """Return an equation where operands that any device can compute have the dims of their types.
 
-    JAX lowers these types to constraints, so XLA partitions a matmul by them, and what follows a
-    reshard to Auto mesh axes, where JAX puts each gather and scatter. XLA folds the constants of
-    all other equations.
+    JAX lowers these types to constraints. XLA partitions a matmul by them. It also partitions what
+    follows a reshard to Auto mesh axes by them: JAX puts each gather and scatter there. XLA folds
+    the constants of all other equations.
     """
     left = explicit_axes(step.results[0])
     values = []

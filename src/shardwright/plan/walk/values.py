@@ -46,8 +46,8 @@ class ShardedValue:
     Attributes:
       dims: Mesh axes of each dim.
       owed: Mesh axes over which the value is a partial sum that must still be added up.
-      groups: The parts of `owed` that XLA adds one after the other: reductions and matmuls add dim
-        by dim. Empty means one group.
+      groups: Parts of `owed` that XLA adds one after the other, since reductions and matmuls add
+        dim by dim. Empty means one group.
       sum_dtype: Element type of the terms of a partial sum, if the sum is converted later: XLA adds
         before it converts. Empty means the type of the value.
       widened_from: Element type that the value, or the terms of the sum, had before they were
@@ -57,10 +57,10 @@ class ShardedValue:
       free: Whether every device can compute the value by itself, such as a constant or an iota. No
         sharding of it sends anything.
       origins: Mesh axis -> why it is in `dims` or `owed`.
-      lookups: The lookups whose gradients it adds up: where each is, and the mesh axes of its
-        table, its indices and its rows.
-      table_moves: Moves, from dims to dims, of what a scatter into zeros is added to: XLA adds the
-        rows to it in the same scatter, and moves it as it would move the zeros.
+      lookups: The lookups whose gradients it adds up: place, and mesh axes of table, indices and
+        rows.
+      table_moves: Moves, from dims to dims, of the value to which a scatter into zeros is added.
+        XLA adds the rows to that value in the same scatter, and moves it like the zeros.
       buffer: Its memory, or None if it needs none (constants) or the walk does not count memory.
     """
 
@@ -130,7 +130,7 @@ def on_host(aval: Any) -> bool:
 
 def explicit_axes(aval: Any) -> frozenset[str]:
     """Return the mesh axes over which a type has a sharding."""
-    # A token has none.
+    # A token has no sharding.
     sharding = getattr(aval, "sharding", None)
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
         return frozenset()

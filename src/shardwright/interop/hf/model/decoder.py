@@ -230,8 +230,7 @@ class Decoder:
         def mean_loss(params: Any) -> Any:
             x = self.scanned(params["layers"], self.start(params, tokens))
             x = self.end(params, x)
-            # The last label is the first token, because a plan needs only shapes, not a correct
-            # loss.
+            # The last label is the first token: a plan needs only shapes, not a correct loss.
             labels = jnp.roll(tokens, -1, axis=1)
             options: dict[str, Any] = {"tied": self.sizes.tied, "dtypes": self.sizes.dtypes}
             options["softcap"] = self.sizes.softcap

@@ -62,9 +62,9 @@ def activations_of(activations: Any) -> tuple[str | Callable[[Any], Any], ...]:
 def exchanges_gradients(module: Any, activations: tuple[Any, ...]) -> bool:
     """Tell whether the states of the two gradients are stored under each other's names.
 
-    TransformerEngine does so if it fuses norm, matmuls and activation: `grad_0` then belongs to the
-    gradient of the second matmul. This module does the same, so that the states of checkpoints have
-    the same meaning.
+    TransformerEngine swaps them if it fuses norm, matmuls and activation: `grad_0` then belongs to
+    the gradient of the second matmul. This module does the same, so that the states of checkpoints
+    have the same meaning.
     """
     return (
         module.enable_layernorm
