@@ -82,7 +82,7 @@ class MaskRules:
             if longer % chunk:
                 raise AttentionError(
                     f"chunks of {chunk} and of {longer} positions do not nest",
-                    fix="use lengths of which one divides the other",
+                    fix="use equal lengths, or one that is a multiple of the other",
                 )
         return MaskRules(causal=self.causal or other.causal, window=window, chunk=chunk)
 

@@ -218,7 +218,7 @@ def _check_like(
     rows = [(name, getattr(spec, name), getattr(like.spec, name)) for name in names]
     fix = "create like with {}={}"
     if spec == dataclasses.replace(like.spec, mode=spec.mode):
-        # Options of the kind, such as `page_size`, show in the arrays alone.
+        # Options of the kind, such as `page_size`, can only be seen in the arrays.
         fix = "create like with the same options of the kind"
         rows = [
             (name, f"{x.dtype}{list(x.shape)}", f"{own.dtype}{list(own.shape)}")

@@ -249,7 +249,7 @@ class _AccumulationStep:
         )
 
     def _deferrable(self, manager: PartitionManager, params: Any) -> frozenset[str]:
-        """Return the mesh axes of the tokens, if LENGTH is sharded and types can defer its sums."""
+        """Return the mesh axes of the tokens, if LENGTH is sharded and its sums can be deferred."""
         # Inside a `shard_map`, JAX cannot transpose a scan over layers that are reduced.
         mesh = _jax.ambient_mesh() or manager.mesh
         if set(mesh.axis_types) != {AxisType.Explicit}:

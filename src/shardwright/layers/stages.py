@@ -266,7 +266,7 @@ class Stages:
         (_, (x, _), _), outputs = jax.lax.scan(tick, carry, ticks)
 
         def in_order(leaf: Any) -> Any:
-            # [ticks, layers] of which stage s has worked from tick s on.
+            # `leaf` is [ticks, layers]; stage s has worked from tick s on.
             worked = jax.lax.dynamic_slice_in_dim(leaf, me, count * repeats)
             if repeats == 1:
                 return worked

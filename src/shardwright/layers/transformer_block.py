@@ -605,7 +605,7 @@ def _run_layer(
 
 
 def _padding(x: Any, segment_ids: Any, valid: Any, state: StackState) -> dict[str, Any]:
-    """Return how attention is told which rows are tokens: without caches, by segments."""
+    """Return what tells attention which rows are tokens: without caches, segment ids."""
     check_valid(valid, x.shape[:2])
     if valid is None or state.caches is not None:
         return {"segment_ids": segment_ids, "valid": valid}

@@ -36,7 +36,7 @@ annotate_axes_p = Primitive("annotate_axes")
 annotate_axes_p.def_impl(lambda x, **_: x)
 annotate_axes_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(annotate_axes_p, lambda _, x, **__: [x])
-# The transpose annotates the cotangent in the same way, as that of a constraint does.
+# As for a constraint, the transpose annotates the cotangent in the same way.
 ad.deflinear2(
     annotate_axes_p,
     lambda cotangent, _, **parameters: [annotate_axes_p.bind(cotangent, **parameters)],

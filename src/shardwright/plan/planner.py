@@ -62,8 +62,8 @@ class Program:
         covers a subtree. By default, arrays annotated as weights are parameters, and all others are
         inputs.
       donated: Positions of the arguments whose memory the program may overwrite.
-      any_mesh: Whether the function itself reads no names or sizes of mesh axes. Only this library
-        then does, and a search shares traces between meshes.
+      any_mesh: Whether the function itself reads no names or sizes of mesh axes. If so, only this
+        library reads them, and a search shares traces between meshes.
     """
 
     function: Callable[..., Any]

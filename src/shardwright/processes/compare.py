@@ -140,7 +140,7 @@ def digest_of(text: str) -> str:
 
 
 def facts_digest(facts: ProcessFacts) -> str:
-    """Return a digest of the values. Their places do not change it."""
+    """Return a digest of the values, which does not depend on their places."""
     return digest_of(json.dumps([(key, fact.text) for key, fact in sorted(facts.items())]))
 
 

@@ -345,11 +345,11 @@ class MemoryRule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavedActivations:
-    """Where the values live that rematerialization saves for the backward pass.
+    """Where rematerialization keeps the values that it saves for the backward pass.
 
     Attributes:
       memory: Device or host, for values that `names` does not have.
-      names: Pairs of a name that `checkpoint_name` gives and where its values live, sorted.
+      names: Pairs of a name of `checkpoint_name` and the memory of its values, sorted.
       ref: A line that puts values on the host, or None.
     """
 
@@ -660,8 +660,7 @@ def _rank_orders(
         for name in names:
             table = tables.get(name, {})
             axes = [axis for axis, rule in table.items() for _ in rule.candidates or [None]]
-            # An axis that an earlier table states is not read from the later ones, nor are its
-            # candidates.
+            # If an earlier table states an axis, its rules in later tables are not read.
             order += [axis for axis in written.get(name, axes) if axis not in known]
             known.update(table)
         return tuple(order)

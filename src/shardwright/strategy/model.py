@@ -170,7 +170,7 @@ class MemoryTable(BaseModel):
     state: MemoryName = Field(default="device", description="Where optimizer state lives.")
     activations: MemoryName = Field(
         default="device",
-        description="Where the values live that rematerialization saves for the backward pass.",
+        description="Where rematerialization keeps the values that it saves for the backward pass.",
     )
     saved: Table[MemoryName] = Field(
         default_factory=_empty_table,

@@ -287,7 +287,7 @@ def _read_mesh(
 
     Args:
       given: Its content.
-      overrides: Path of keys below it -> value, which replaces that of `given`.
+      overrides: Path of keys below `trainer.mesh` -> value, which replaces that of `given`.
       places: Path of keys below it -> where it is written.
       source: Name of the configuration.
 

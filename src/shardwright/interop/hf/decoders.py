@@ -364,7 +364,7 @@ def _arranged(
 
 
 def _members(spec: ArraySpec) -> Iterator[list[tuple[str, int]]]:
-    """Yield the axes of each dim with their sizes: several of a merged dim."""
+    """Yield the axes of each dim with their sizes; a merged dim has several."""
     for dim, size in zip(lower(spec.axes, spec.shape).dims, spec.shape, strict=True):
         yield list(dim.merged) or [(dim.semantic_axis or next(iter(dim.axes), EMPTY), size)]
 

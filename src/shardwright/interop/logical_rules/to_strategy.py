@@ -397,7 +397,7 @@ def _table(
 ) -> list[tuple[str, _Pair]]:
     """Return the whole list for one role, since the order of all rules matters.
 
-    A name of the other role is left out if its axis has a name of this role.
+    Names of the other role are left out if their axis also has a name of this role.
     """
     own = {
         axis_in(target): name

@@ -229,7 +229,8 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
       scales of NaN, so that every later result is NaN, and `check` names it.
 
     Raises:
-      LayerError: A counter is neither 0 nor 1, and the error names the matmul. Or all are 0.
+      LayerError: A counter is neither 0 nor 1, and the error names the matmul. Or all counters are
+        0.
     """
 
     def counters(state: DenseScaling, sent: dict[str, Channel]) -> dict[str, Any]:

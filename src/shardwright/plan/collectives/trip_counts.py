@@ -110,7 +110,8 @@ def body_frame(module: Module, frame: Frame, loop: Instruction) -> Frame:
 def _start(module: Module, frame: Frame, loop: Instruction) -> tuple[int | None, ...]:
     """Return the integers of a loop's start values; empty if the state is not a flat tuple."""
     body = module.computations[loop.attributes()["body"].lstrip("%")]
-    # Shapes of nested tuples are flattened. Their positions are then not those of elements.
+    # Shapes of nested tuples are flattened. The position of a shape is then not the position of an
+    # element.
     nested = body.root.opcode == "tuple" and len(body.root.operands) != len(loop.shapes)
     if nested or not loop.is_tuple:
         return ()

@@ -46,7 +46,7 @@ class ProgramOps:
       waits: All operations that do not compute themselves: those of loops and of copies that run
         beside others.
       sources: Operations that compute -> line of the model, `model.py:12`, or "".
-      matmuls: The part of them that has a matmul.
+      matmuls: Operations that compute and have a matmul.
       entry: Operations outside of loops. Each runs once per run of the program.
     """
 

@@ -29,9 +29,9 @@ class TimedOp(NamedTuple):
       op: Name of the operation, or of the CUDA graph that it is a node of; see `graphs`.
       start: When it began.
       end: When it ended.
-      kernel: Of a node, the name of its kernel.
-      node: Of a node, its number in the graph. -1 outside of graphs.
-      launch: Of a node, the number of the launch of the graph.
+      kernel: Name of the kernel, for a node of a graph.
+      node: Number of the node in its graph. -1 outside of graphs.
+      launch: Number of the launch of the graph, for a node.
     """
 
     op: str
@@ -66,8 +66,8 @@ def read_recording(trace: str | Path) -> Recording:
     """Read a profile.
 
     Args:
-      trace: Folder that was passed to `jax.profiler.trace`, or one file `*.xplane.pb`. Of a folder,
-        the newest profile is read.
+      trace: Folder that was passed to `jax.profiler.trace`, or one file `*.xplane.pb`. If it is a
+        folder, its newest profile is read.
 
     Raises:
       ProgramError: There is no profile, or it has no operations of a compiled program.
@@ -202,7 +202,7 @@ def _programs(data: memoryview) -> Iterator[tuple[str, str, bytes]]:
 
 
 def count_partitions(program: bytes) -> int:
-    """Return the number of devices that run a program together, or 0 if it does not say.
+    """Return the number of devices that run a program together, or 0 if the program lacks it.
 
     JAX's text of a program that was read from a profile lacks this number.
     """

@@ -176,8 +176,8 @@ class SearchReport:
     def front(self) -> tuple[Candidate, ...]:
         """The candidates that no other one beats, those that fit first, the fastest first.
 
-        A candidate is beaten if another one takes no more time in any mode and no more memory, and
-        fits if it does.
+        A candidate is beaten if another one takes no more time in any mode and no more memory. If
+        the candidate fits, the other one must fit too.
         """
         front: list[tuple[Candidate, tuple[float, ...]]] = []
         for candidate in self.candidates:
@@ -193,9 +193,8 @@ class SearchReport:
 
     @property
     def undecided(self) -> int:
-        """Number of candidates of the front that may be the fastest.
-
-        They may take less than the upper end of the first one.
+        """Number of candidates of the front that may be the fastest. Their lower end of the time is
+        below the upper end of the first one.
         """
         return sum(each.min_seconds < self.front[0].seconds for each in self.front)
 

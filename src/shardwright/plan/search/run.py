@@ -493,7 +493,7 @@ class _Search:
             self.tokens[mode] = max(map(_tokens, traced.inputs), default=0)
 
     def _renaming(self, traced: Trace, manager: PartitionManager, mode: str) -> Renaming | None:
-        """Return how the axes of a trace are renamed for a candidate, or None if it differs."""
+        """Return how axes of a trace are renamed for a candidate, or None if the trace differs."""
         # Such a trace does not depend on the manager, so there are no mesh axes to rename.
         if mode in self.shared and traced.moves_alike(manager) and not is_typed(manager):
             return {}

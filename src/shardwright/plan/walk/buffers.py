@@ -87,7 +87,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
                 step.name,
                 ledger.local_bytes(aval, value.dims),
                 operands,
-                # An all-reduce returns the whole sum, so that is in memory.
+                # An all-reduce returns the whole sum, so the whole sum is in memory.
                 owed=bool(value.owed and (later is None or value.owed & axes_of(later))),
                 fused=_is_one_hot(step),
             ),
@@ -207,7 +207,7 @@ def _mark_turned(equation: Any, operands: Iterable[Buffer]) -> None:
 def _is_one_hot(step: PlanStep) -> bool:
     """Tell whether a scatter writes single elements into a constant, one for each row.
 
-    XLA compares positions instead: the derivative of picking the logit of each label.
+    XLA compares positions instead. An example is the derivative of picking the logit of each label.
     """
     if step.name not in SCATTERS or not step.values[0].free:
         return False

@@ -101,7 +101,7 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
 
 
 def pool(step: PlanStep) -> list[ShardedValue]:
-    """Follow a pooling, or the gradient of one that selects.
+    """Follow a pooling, or the gradient of a pooling that selects elements.
 
     The gradient is followed if no element is in two windows. Otherwise XLA sends rows in its own
     way, and a sharded dim along the window is a doubt.
@@ -152,7 +152,7 @@ def _exchange(
                 dtype=str(aval.dtype),
                 origins=value.origins,
             )
-        # The exchange along the next dim has the rows that the windows along this one span.
+        # Along this dim, the exchange of the next dim sends as many rows as the windows span.
         local[dim] = span if value.dims[dim] else local[dim]
 
 

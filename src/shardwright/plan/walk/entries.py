@@ -27,7 +27,7 @@ class Buffer:
         or sum the value part by part.
       costly: Whether computing it again needs an exponential, a logarithm or a similar function.
       reduced: Whether a reduction reads it.
-      row: Bytes of the operand that makes a row of it, if it is a matmul.
+      row: If it is a matmul, bytes of the operand that makes one row of it.
       turned: Whether it is a matmul whose last dim a transpose moves.
       across: Whether its first dim is along the lanes of a TPU, since its last one is short.
       dtype: Element type, or "" if it is not known.

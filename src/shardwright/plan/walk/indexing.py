@@ -127,7 +127,7 @@ def gather(step: PlanStep) -> list[ShardedValue]:
     entries = _entries(step, adds=False)
     # A device has zeros for rows that it lacks (`PartitionGatherTrivialSlicedOperandDimensions`).
     owed = frozenset(axis for dim in entries for axis in value.dims[dim])
-    # A device has its part of each row only along a dim whose elements the gather takes all.
+    # A device has its part of each row only along a dim that the gather takes whole.
     taken = step.parameters["slice_sizes"]
     pairs = _windows(step, adds=False)
     columns = {dim: at for dim, at in pairs.items() if taken[dim] == shape[dim]}

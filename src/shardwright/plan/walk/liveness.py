@@ -140,7 +140,7 @@ class Timeline:
             apart = fused_buffers(self._entries, reads, each, join=False)
             both = (self._way(apart, results, kept), ways[each])
             most.append(min((self._most(way, reserved) for way in both), key=lambda end: end[0]))
-        # Compiled programs show both ways, so the upper end covers the larger.
+        # Compiled programs show both ways, so the upper end covers the larger one.
         high, live = max(most, key=lambda end: end[0])
         outputs = frozenset() if within else frozenset(results)
         sure = self._sure(ways[Fusion.NARROW], results, outputs)

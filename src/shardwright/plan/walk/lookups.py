@@ -143,7 +143,7 @@ def _partition(lookup: Lookup, level: _Level, moves: list[LookupMove]) -> bool:
 
 
 def _options(lookup: Lookup, level: _Level) -> Iterator[_Option | None]:
-    """Yield the methods in XLA's order, for those that have something to group by."""
+    """Yield those methods, in XLA's order, that have dims to group by."""
     table, index, rows = (level.inner(name) for name in _NAMES)
     yield _by_columns(lookup, level, axes_of(tuple(table[at] for at in lookup.columns)))
     yield _by_entries(lookup, level, axes_of(tuple(table[at] for at in lookup.entries)))

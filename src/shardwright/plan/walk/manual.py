@@ -58,14 +58,14 @@ _LOCAL: Final = frozenset(
 # In a `shard_map`, the operations of these are not counted.
 _UNCOUNTED: Final = frozenset({"conv_general_dilated"})
 _SUMS: Final = frozenset({"psum", "psum2", "psum_invariant"})
-# Collectives in a `shard_map` over some mesh axes that leave the shape of their operands.
+# Collectives that keep the shape of their operands, in a `shard_map` over some mesh axes.
 SHAPE_KEPT: Final = tuple(
     name for name, kind in _KINDS.items() if kind in (Kind.ALL_REDUCE, Kind.PERMUTE)
 )
 
 
 def collective(step: PlanStep) -> list[ShardedValue]:
-    """Follow a collective over Manual mesh axes, where others shard its operands."""
+    """Follow a collective over Manual mesh axes, where other mesh axes shard its operands."""
     axes = _mesh_axes(step.equation, step)
     values = [step.whole(at) for at in range(len(step.values))]
     for value, aval in zip(values, step.avals, strict=True):

@@ -103,10 +103,10 @@ def ragged_dot(step: PlanStep) -> list[ShardedValue]:
     }
     step.doubt(gathered, "call it inside shard_map, as layers.moe does: TPUs gather its rows")
     (result,) = follow_matmul(step, values, labels)
-    # Each device keeps its rows of the result, which it has whole.
+    # Each device has the whole result, and keeps its own rows.
     rows = {axis for axes in whole[0].dims for axis in axes} & gathered
     rows -= result.mesh_axes | result.owed
-    if rows and result.owed:  # the sum is of whole rows, too
+    if rows and result.owed:  # sum whole rows first
         result = step.settle(result)
     sides = {
         label: tuple(axis for axis in axes if axis in rows)

@@ -297,7 +297,7 @@ def _even(ledger: Ledger, value: ShardedValue, aval: Any) -> ShardedValue:
         while size % shards(kept, ledger.sizes):
             kept = kept[:-1]
         if kept and kept != axes:
-            # XLA also sends the rows that are on other devices after the padding is left out.
+            # Without the padding, some rows belong to other devices, so XLA sends these too.
             ledger.doubt(axes, WalkLocation(), _UNEVEN)
         dims.append(kept)
     return dataclasses.replace(value, dims=tuple(dims))

@@ -68,7 +68,7 @@ class Sizes:
       embed_scale: Factor of the embedding, as in Gemma.
       softcap: c in `c * tanh(logits / c)`. None for none.
       notes: What was assumed, and where the decoder differs from the model.
-      differs: The notes because of which its logits differ.
+      differs: Notes that say why its logits differ from the model's.
     """
 
     family: str
