@@ -154,6 +154,36 @@ def test_plan_of_a_recipe(recipe: str) -> None:
     assert 64 * 128 * width in gathers
 
 
+def test_each_stage_of_pp_resource_has_its_scales() -> None:
+    """Over other Manual mesh axes, an amax is that of all devices."""
+    layer, x = (
+        te.flax.DenseGeneral(32),
+        jnp.ones((4, 8, 32)) * jnp.array([1, 3, 10, 30])[:, None, None],
+    )
+    with te.autocast(enabled=True, recipe=RECIPES["delayed"]):
+        variables = nn.unbox(layer.init(KEY, x))
+    metas = variables.pop("fp8_metas")
+
+    def amaxes(resource: Any) -> Any:
+        def local(metas: Any, x: Any) -> Any:
+            def total(metas: Any) -> Any:
+                return jnp.sum(layer.apply({**variables, "fp8_metas": metas}, x))
+
+            after = jax.grad(total)(jax.tree.map(lambda leaf: leaf[0], metas))
+            return after["x_amax_history"].max()[None]
+
+        mesh = cpu_mesh("stage:2,dp:2")
+        spec = jax.P("stage")
+        stages = jax.shard_map(
+            local, mesh=mesh, in_specs=(spec, jax.P(("stage", "dp"))), out_specs=spec
+        )
+        two = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), metas)
+        with te.autocast(enabled=True, recipe=RECIPES["delayed"], mesh_resource=resource):
+            return jax.jit(stages)(two, x)
+
+    np.testing.assert_array_equal(amaxes(te.MeshResource("dp", pp_resource="stage")), [3, 30])
+
+
 AXES = te.sharding
 ON_TP = te.MeshResource(fsdp_resource="fsdp", tp_resource="tp")
 SEQUENCE = te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tp")

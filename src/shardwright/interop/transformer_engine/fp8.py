@@ -25,6 +25,7 @@ import numpy as np
 
 from shardwright.errors import LayerError
 from shardwright.interop.transformer_engine.recipe import current_recipe
+from shardwright.interop.transformer_engine.sharding import current_settings
 from shardwright.layers import fp8
 from shardwright.layers.dense import check_kernel
 from shardwright.layers.fp8 import DelayedScaling, TensorScaling, matmuls, scale_of
@@ -32,6 +33,7 @@ from shardwright.layers.fp8.dense import static_call
 from shardwright.layers.fp8.matmuls import Fp8Call
 from shardwright.layers.fp8.recipe import largest
 from shardwright.layers.fp8.weights import Shards
+from shardwright.manager import context
 
 # (of x, of the kernel, of the gradient): `scale [1]`, `history [history]`.
 Metas = tuple[TensorScaling, TensorScaling, TensorScaling]
@@ -67,8 +69,14 @@ def quantized_dense(
         check_kernel(np.shape(x), np.shape(kernel), contract, path=name, tokens=True)
     call = static_call(x, {name: kernel}, recipe=recipe, contract=contract, dtype=x.dtype)
     static = dataclasses.replace(call.kernels[0], shards=shards[1])
+    pipeline, resource = call.pipeline, current_settings().resource
+    if context.current() is None and resource is not None:
+        # As in TransformerEngine, an amax is that of all mesh axes but this one.
+        pipeline = () if resource.pp_resource is None else (resource.pp_resource,)
     # The logical names of these modules decide the sharding, so the matmul gets no manager.
-    call = dataclasses.replace(call, manager=None, x_shards=shards[0], kernels=(static,))
+    call = dataclasses.replace(
+        call, manager=None, pipeline=pipeline, x_shards=shards[0], kernels=(static,)
+    )
     return _dense(x, kernel, metas, call)
 
 

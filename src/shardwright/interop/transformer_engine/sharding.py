@@ -82,7 +82,7 @@ class MeshResource:
       tpsp_resource: Tensor parallelism that also shards the sequence. It excludes `tp_resource`.
       fsdp_resource: Batch and weights. If its mesh axis has more than one device, the batch is
         sharded over it instead of over `dp_resource`.
-      pp_resource: Layers.
+      pp_resource: Stages of layers. The scales of fp8 are those of each stage.
       cp_resource: The sequence in attention.
       ep_resource: Experts.
     """
