@@ -14,6 +14,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.layers import attention_block, mlp_block, moe_block, transformer_block
+from shardwright.layers.lora import LoraConfig
 from shardwright.layers.moe import MoEConfig
 from shardwright.layers.transformer_block import StackState
 from shardwright.plan.collectives import Kind, read_collectives
@@ -23,13 +24,19 @@ from tests.raising import facts, raises
 
 ATTENTION = attention_block.AttentionConfig(embed=16, heads=4)
 MLP = mlp_block.MlpConfig(embed=16, hidden=32)
+RANK = LoraConfig(rank=2, alpha=6.0)
 MOE = moe_block.MoEBlockConfig(
     moe=MoEConfig(embed=16, hidden=16, experts=4, per_token=2, balance_loss=0.1, z_loss=0.1)
 )
 DENSE = transformer_block.TransformerConfig(layers=8, attention=ATTENTION, mlp=MLP)
 CONFIGS = {
     "dense": DENSE,
-    "remat": dataclasses.replace(DENSE, remat="blocks"),
+    "lora": dataclasses.replace(
+        DENSE,
+        attention=dataclasses.replace(ATTENTION, lora=RANK),
+        mlp=dataclasses.replace(MLP, lora=RANK),
+        remat="blocks",
+    ),
     "windows": dataclasses.replace(DENSE, windows=((3, 0), None)),
     "moe": dataclasses.replace(DENSE, mlp=(MLP, MOE)),
     "dropout": dataclasses.replace(
@@ -170,11 +177,11 @@ def check(name: str, mesh: str, repeats: int, kind: Any, **options: Any) -> Any:
     return program, pm
 
 
-@pytest.mark.full(but=["remat-pp:2,fsdp:2,tp:2-2-explicit"])
+@pytest.mark.full(but=["lora-pp:2,fsdp:2,tp:2-2-explicit"])
 @pytest.mark.parametrize(
     ("name", "mesh", "repeats", "kind"),
     [
-        ("remat", "pp:2,fsdp:2,tp:2", 2, "explicit"),
+        ("lora", "pp:2,fsdp:2,tp:2", 2, "explicit"),
         ("windows", "pp:4,fsdp:2", 1, "auto"),
         ("moe", "pp:2,fsdp:2,ep:2", 2, "auto"),
         ("dropout", "pp:2,dp:4", 2, "auto"),
@@ -427,6 +434,24 @@ def test_explain_says_which_layers_a_stage_holds() -> None:
     assert pm.explain(sw.LAYERS, shape=(4,), role="param").notes == (note,)
     many = manager("pp:8").explain(sw.LAYERS, shape=(8,), role="param").notes
     assert many == ("layers of stage 0: 0; stage 1: 1; ...; stage 7: 7",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "repeats"),
+    [
+        ("explicit", 2),
+        *[pytest.param(*each, marks=pytest.mark.full) for each in (("auto", 2), ("explicit", 1))],
+    ],
+)
+def test_unstack_takes_layers_of_stages(kind: str, repeats: int) -> None:
+    """In the order of the layers, so that what a pipeline has trained is served without one."""
+    _, wanted = transformer_block.unstack(CONFIGS["moe"], PARAMS["moe"])
+    with manager("pp:2,fsdp:2", repeats=repeats, kind=kind) as pm:
+        specs = transformer_block.specs(CONFIGS["moe"])
+        params = pm.shard(in_repeats(PARAMS["moe"], repeats), specs, role="param")
+        config, layers = transformer_block.unstack(CONFIGS["moe"], params)
+    assert not config.scan
+    jax.tree.map(np.testing.assert_array_equal, layers, wanted)
 
 
 def test_initial_values_do_not_depend_on_repeats() -> None:

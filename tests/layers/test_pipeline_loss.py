@@ -145,7 +145,7 @@ def check(name: str, schedule: str, mesh: str, kind: Any, *, forward: bool = Tru
         ("moe", "circular", "pp:2,fsdp:2,tp:2", "explicit"),
         ("dropout", "1f1b", "pp:2,dp:4", "auto"),
         ("dropout", "1f1b", "pp:1,dp:2", "auto"),
-        ("remat", "1f1b", "pp:4,fsdp:2", "explicit"),
+        ("lora", "1f1b", "pp:4,fsdp:2", "explicit"),
         ("windows", "1f1b", "pp:2,fsdp:2,tp:2", "explicit"),
         ("dense", "gpipe", "pp:4,tp:2", "auto"),
         ("dense", "1f1b", "pp:8", "auto"),

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 
 from shardwright import _jax
 from shardwright.errors import LayerError, Problem, RankMismatchError, raise_problems
@@ -168,6 +170,15 @@ def use(params: Any, specs: Any, *, path: str | None = None) -> Any:
     # A weight is used under another spec than it is stored under: rules with FSDP gather it here.
     manager = context.current()
     return params if manager is None else manager.gather(params, specs, path=path)
+
+
+def element(x: Any, at: tuple[int, ...]) -> Any:
+    """Return what is at a place of the first dims, which may be sharded over Explicit mesh axes."""
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return x[at]
+    spec = (*sharding.spec.partitions, *[None] * x.ndim)[len(at) : x.ndim]
+    return x.at[at].get(out_sharding=PartitionSpec(*spec))
 
 
 def path_of(parent: str | None, name: object) -> str | None:

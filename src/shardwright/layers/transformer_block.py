@@ -39,7 +39,7 @@ from shardwright.layers.moe import MoEState
 from shardwright.layers.moe_block import MoEBlockConfig
 from shardwright.layers.pipeline import ambient_pipeline, pipeline
 from shardwright.layers.pipeline_loss import Head, pipeline_loss
-from shardwright.layers.placement import RESIDUAL, check_residual, path_of, place
+from shardwright.layers.placement import RESIDUAL, check_residual, element, path_of, place
 from shardwright.layers.remat import REMAT, remat_policy
 from shardwright.layers.rope import RopeFrequencies
 from shardwright.layers.stages import LayerInputs
@@ -269,16 +269,15 @@ def unstack(
     _check_trees(specs(config), params, None)
     if not config.scan:
         return config, list(params)
-    if (pipelined := ambient_pipeline()) is not None and pipelined.repeats > 1:
-        # [repeats, layers / repeats, ...] has the layers in order.
-        params = jax.tree.map(
-            lambda leaf: leaf.reshape(config.trips, *leaf.shape[2:]), list(params)
-        )
-    layers = [_of_layer(config, params, number) for number in range(config.layers)]
+    pipelined = ambient_pipeline()
+    repeats = 1 if pipelined is None else pipelined.repeats
+    layers = [_of_layer(config, params, number, repeats) for number in range(config.layers)]
     return dataclasses.replace(config, scan=False), layers
 
 
-def _of_layer(config: TransformerConfig, trees: Sequence[Any], number: int) -> Any:
+def _of_layer(
+    config: TransformerConfig, trees: Sequence[Any], number: int, repeats: int = 1
+) -> Any:
     """Return the parameters or the states of one layer, given the trees of the scan."""
     # Tree t of the scan has the layers t, t + period, t + 2 * period and so on.
     trip, tree = divmod(number, config.period)
@@ -286,7 +285,9 @@ def _of_layer(config: TransformerConfig, trees: Sequence[Any], number: int) -> A
         return trees[number]
     if trip == config.trips:  # after the scan
         return trees[config.period + tree]
-    return jax.tree.map(lambda leaf: leaf[trip], trees[tree])
+    # [repeats, layers / repeats, ...] has the layers in order.
+    at = (trip,) if repeats == 1 else divmod(trip, config.trips // repeats)
+    return jax.tree.map(lambda leaf: element(leaf, at), trees[tree])
 
 
 def unstack_state(config: TransformerConfig, state: StackState) -> StackState:
