@@ -21,7 +21,7 @@ from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.fit import Verdict
 from shardwright.plan.search import SearchReport, search_variants, verify_front
 from shardwright.plan.search.run import WALKS
-from shardwright.plan.search.space import default_strategies
+from shardwright.plan.search.space import Space, default_strategies
 from shardwright.plan.verify.compiler import Compiled, Target
 from shardwright.plan.verify.differences import Sent
 from shardwright.plan.verify.run import Verification
@@ -203,6 +203,17 @@ def test_alternatives_that_fit_one_strategy_are_searched() -> None:
     )
     assert {one.name for one in found.candidates} == {"own"}
     assert found.dropped["MissingMeshAxisError"] == 10
+
+
+def test_pipeline_is_varied_where_there_is_one() -> None:
+    strategies = {**FSDP_TP, "fsdp_pp": sw.Strategy.preset("fsdp_pp")}
+    vary = {"pipeline.microbatches": ("8", "32")}
+    space = Space(strategies=strategies, devices=2, axes=("fsdp",), vary=vary)
+    assert [(each.name, each.settings) for each in space.points()] == [
+        ("fsdp_tp", {}),
+        ("fsdp_pp", {"pipeline.microbatches": "8"}),
+        ("fsdp_pp", {"pipeline.microbatches": "32"}),
+    ]
 
 
 def test_low_ranks_are_counted_not_walked() -> None:

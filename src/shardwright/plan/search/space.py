@@ -97,8 +97,9 @@ class Space:
         meshes = {
             name: list(self._meshes(name, strategy)) for name, strategy in self.strategies.items()
         }
+        own = {name: _that_apply(each, chosen) for name, each in self.strategies.items()}
         # The product is counted before it is built: it may have millions of points.
-        count = sum(map(len, meshes.values())) * len(chosen)
+        count = sum(len(each) * len(own[name]) for name, each in meshes.items())
         if not count:
             raise StrategyError(
                 "there are no candidates",
@@ -112,7 +113,7 @@ class Space:
         return [
             Point(name=name, settings={**settings, **fixed}, sizes=sizes)
             for name, each in meshes.items()
-            for settings in chosen
+            for settings in own[name]
             for sizes in each
         ]
 
@@ -185,6 +186,21 @@ class Space:
     def _allows(self, axis: str, size: int) -> bool:
         pinned = self.pins.get(MESH + axis)
         return pinned is None or int(pinned) == size
+
+
+def _that_apply(strategy: Strategy, chosen: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Return settings without those of `[pipeline]`, if the strategy has none, each once."""
+    found: list[dict[str, str]] = []
+    for settings in chosen:
+        has_pipeline = strategy.pipeline.schedule or "pipeline.schedule" in settings
+        own = {
+            key: text
+            for key, text in settings.items()
+            if has_pipeline or not key.startswith("pipeline.")
+        }
+        if own not in found:
+            found.append(own)
+    return found
 
 
 def _orders(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
