@@ -13,9 +13,11 @@ import pytest
 import shardwright as sw
 from shardwright import checkpoint
 from shardwright.errors import CheckpointError
+from shardwright.interop import hf
 from shardwright.layers import attention_block, embedding, mlp_block, transformer_block
 from shardwright.layers import loss as losses
 from shardwright.testing import cpu_mesh
+from tests.interop.hf.test_decoders import write
 from tests.layers import blocks
 from tests.raising import raises
 
@@ -63,6 +65,28 @@ def test_a_stack_is_restored_in_other_repeats(tmp_path: Path) -> None:
     other = {"w": np.zeros((4, 8, 6), np.float32)}
     with raises(CheckpointError, "[2, 4, 4, 6]", "[4, 8, 6]", path="w", fix="convert"):
         checkpoint.restore(tmp_path, other, step=0, recut=True)
+
+
+def test_hugging_face_layers_are_cut_in_repeats(tmp_path: Path) -> None:
+    """Import them, save them, and restore them under a circular pipeline."""
+    pytest.importorskip("safetensors.numpy")
+    write(tmp_path, "gemma3_text")
+    pm, _ = MANAGERS["no pipeline"]
+    params, _ = hf.load(tmp_path, pm, stack_layers=True)
+    checkpoint.save(tmp_path / "saved", params, step=0)
+    single, circular = hf.read(tmp_path).specs, MANAGERS["two repeats"][0]
+    specs = {
+        name: sw.stack_specs(single[name.replace("layers.", "layers.0.")], 8, repeats=2)
+        if "layers." in name
+        else single[name]
+        for name in params
+    }
+    target = circular.abstract(specs)
+    got = checkpoint.restore(tmp_path / "saved", target, step=0, recut=True)
+    for name, stored in params.items():
+        assert got[name].sharding == target[name].sharding
+        np.testing.assert_array_equal(np.reshape(got[name], stored.shape), stored)
+    assert got["model.layers.mlp.up_proj.weight"].sharding.spec[1] == "pp"
 
 
 CONFIG = transformer_block.TransformerConfig(
