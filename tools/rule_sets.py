@@ -75,13 +75,13 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         for semantics, part in ((row["semantics"], row), ("nnx", row.get("nnx"))):
             if part is not None:
-                numbers = (1, row["published"], row["tuples"], part["errors"], part["refused"])
+                numbers = (1, row["published"], row["tuples"], part["errors"])
                 for key in (f"{row['repository']}, {semantics}", f"all, {semantics}"):
                     old = counts.setdefault(key, [0] * len(numbers))
                     counts[key] = [one + other for one, other in zip(old, numbers, strict=True)]
     for key in [key for key in counts if key.startswith("all")]:
         counts[key] = counts.pop(key)
-    text = "{}: {} lists, {} published tuples, {} tuples in all, {} of them errors, {} refused here"
+    text = "{}: {} lists, {} published tuples, {} tuples in all, {} of them errors"
     return [text.format(key, *numbers) for key, numbers in counts.items()]
 
 
@@ -117,21 +117,17 @@ def compared(listed: dict[str, Any], git: Path) -> tuple[dict[str, Any], list[st
 def results(
     semantics: str, arrays: list[Array], pairs: Pairs, oracle: Oracle
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return counts and a digest of what a library gives, and the tuples that differ.
-
-    A tuple that has one name twice is an error of the imported list. `refused` counts those that
-    the library takes, because all of them are replicated.
-    """
+    """Return counts and a digest of what a library gives, and the tuples that differ."""
     expected = [outcome(oracle, array, pairs) for array in arrays]
-    problems, refused = [], 0
-    for array, one, other in zip(arrays, resolve(semantics, arrays, pairs), expected, strict=True):
-        names = [name for name in array if name]
-        if one == "error" and one != other and len({*names}) < len(names):
-            refused += 1
-        elif one != other:
-            problems.append(f"{semantics} {array}: {one}, and its library {other}")
-    found = {"errors": expected.count("error"), "refused": refused}
-    return {**found, "specs_digest": digest([arrays, expected])}, problems
+    problems = [
+        f"{semantics} {array}: {one}, and its library {other}"
+        for array, one, other in zip(
+            arrays, resolve(semantics, arrays, pairs), expected, strict=True
+        )
+        if one != other
+    ]
+    found = {"errors": expected.count("error"), "specs_digest": digest([arrays, expected])}
+    return found, problems
 
 
 def shown(git: Path, commit: str, file: str) -> str:

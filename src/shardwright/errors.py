@@ -181,7 +181,7 @@ class IndivisibleError(ShardingError):
 
 
 class AxisConflictError(ShardingError):
-    """Two dims of an array want the same mesh axis, or a semantic axis occurs twice."""
+    """Two dims of an array want the same mesh axis."""
 
 
 class RankMismatchError(ShardingError):

@@ -242,6 +242,19 @@ def test_names_mapped_to_empty() -> None:
     assert imported.strategy.policy.idle == "data"
 
 
+def test_name_twice() -> None:
+    """flax refuses it, even if it is replicated. JAX refuses a mesh axis twice."""
+    rules, names = (("embed", None), ("mlp", "model")), ("embed", None, "embed")
+    with raises(sw.AxisConflictError, "embed", dim=2, fix="None"):
+        to_strategy(rules, mesh=MESH).annotation(names)
+    for semantics in ("nnx", "strict"):
+        imported = to_strategy(rules, mesh=MESH, semantics=semantics)  # type: ignore[arg-type]
+        compiled = imported.strategy.compile()
+        assert sw.resolve(imported.annotation(names), compiled, MESH).spec == P()
+        with raises(sw.AxisConflictError, "model", 0, dim=1):
+            sw.resolve(imported.annotation(("mlp", "mlp")), compiled, MESH)
+
+
 def test_idle_mesh_axes_are_declared() -> None:
     mesh = {"data": 2, "replica": 2, "tp": 2}
     imported = to_strategy([("batch", "data")], mesh=mesh)

@@ -152,8 +152,10 @@ def annotated(dims: Sequence[Any]) -> list[str]:
 
 @st.composite
 def annotations(draw: Choose, *, composites: bool = False) -> tuple[Any, ...]:
-    """Distinct axes with EMPTY between them; optionally two or three of them in one dim."""
+    """Axes, rarely one of them twice, with EMPTY between them; optionally some in one dim."""
     axes = list(AXES[: draw(st.integers(0, 4))])
+    if axes and draw(st.integers(0, 7)) == 7:
+        axes.insert(draw(st.integers(0, len(axes))), draw(st.sampled_from(axes)))
     dims: list[Any] = []
     while axes:
         if composites and len(axes) > 1 and draw(st.integers(0, 3)) == 3:

@@ -292,6 +292,38 @@ class TestWhichCandidate:
         assert resolution.decisions[1].skipped[0].reason is Reason.TAKEN
         assert resolution.decisions[1].skipped[0].detail == "tp is taken by dim 0 BATCH"
 
+    @pytest.mark.parametrize(
+        "axes",
+        [
+            (H, H),
+            ("head", H),
+            (H, (E, H)),
+            ((H, H),),
+            (sw.TP, "tp"),
+            (H, sw.merged((H, 2), (E, 2))),
+        ],
+    )
+    def test_an_axis_twice_is_refused_where_it_is_sharded(self, axes: Any) -> None:
+        """The window of a conv may have one axis twice, whose rule shards nothing."""
+        shape = (4,) * len(axes)
+        with raises(sw.AxisConflictError, "tp", dim=len(axes) - 1, fix="EMPTY"):
+            resolve(axes, make_rules(rules={H: "tp"}), {"tp": 2}, shape=shape)
+        whole = make_rules(rules={H: "-", sw.TP: "-"})
+        assert spec(axes, whole, {"tp": 2}, shape=shape) == P()
+
+    def test_an_axis_twice_may_have_a_fallback(self) -> None:
+        """The second dim takes the next candidate, and a merged dim its first member alone."""
+        assert spec((E, E), make_rules(rules={E: "tp | -"}), {"tp": 2}, shape=(4, 4)) == P("tp")
+        both = make_rules(rules={E: "fsdp | tp"})
+        assert spec((E, E), both, {"fsdp": 2, "tp": 2}, shape=(4, 4)) == P("fsdp", "tp")
+        inside = (H, sw.merged((E, 2), (H, 2)))
+        assert spec(inside, make_rules(rules={H: "tp"}), {"tp": 2}, shape=(4, 4)) == P("tp")
+
+    def test_lengths_twice_are_those_of_scores(self) -> None:
+        rules = make_rules(rules={L: "sp"})
+        with raises(sw.AxisConflictError, "sp", 1, "LENGTH", dim=2, fix="BIAS_KV_SEQ"):
+            resolve((B, L, L), rules, {"sp": 2}, shape=(4, 4, 4))
+
     def test_indivisible_is_recorded_with_its_numbers(self) -> None:
         resolution = resolve((K,), make_rules(rules={K: "tp | -"}), {"tp": 4}, shape=(6,))
         skip = resolution.decisions[0].skipped[0]

@@ -165,10 +165,6 @@ class TestMerged:
         with raises(sw.StrategyError, "merged", fix="KV_HEAD"):
             sw.merged()
 
-    def test_an_axis_twice_is_found_inside_too(self) -> None:
-        with raises(sw.AxisConflictError, 0, 1, dim=1, axis="HEAD_DIM", fix="EMPTY"):
-            lower((sw.HEAD_DIM, sw.merged((sw.HEAD, 8), (sw.HEAD_DIM, 2))))
-
 
 class TestStacked:
     def test_of_a_tuple(self) -> None:
@@ -208,8 +204,6 @@ class TestStacked:
     def test_stacking_twice_is_refused(self) -> None:
         with raises(sw.AxisConflictError, "EMBED", axis="LAYERS", fix="axis"):
             sw.stacked(sw.stacked((sw.EMBED,)))
-        with raises(sw.AxisConflictError, 0, 1, axis="LAYERS", fix="EMPTY"):
-            lower((sw.LAYERS, sw.LAYERS, sw.EMBED))
         with raises(sw.AxisConflictError, "ColumnWise", axis="LAYERS", fix="axis"):
             sw.stacked(sw.stacked(sw.ColumnWise))
 

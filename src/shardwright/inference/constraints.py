@@ -126,8 +126,8 @@ def _kind(names: list[str], output: Output) -> str:
     """Return what an intermediate is, or nothing if it gets no constraint."""
     own = [name for name in names if name not in (BATCH, EMPTY, *LENGTHS)]
     lengths = [name for name in names if name in LENGTHS]
-    # An annotation may name an axis only once, and `_constraint` gives all lengths one name. So
-    # scores, which have the lengths of queries and keys, get no constraint.
+    # Two dims with one axis would claim the same mesh axes, and `_constraint` gives all lengths one
+    # name. So scores, which have the lengths of queries and keys, get no constraint.
     if names.count(BATCH) > 1 or len(lengths) > 1 or len({*own}) < len(own):
         return ""
     is_sum = output.primitive in _ADDITIONS or output.primitive == "gather"

@@ -131,7 +131,7 @@ def _renamed(entry: Spelled, old: str, new: str) -> Spelled:
 
 
 def _without_repeats(row: Sequence[Spelled]) -> list[Spelled]:
-    """Replicate a dim if another dim has its axis, because an annotation names an axis once.
+    """Replicate a dim if another dim has its axis, because both would claim the same mesh axes.
 
     A guess is also replicated beside another axis of tensor parallelism, because every preset
     shards both over `tp`: the classes of an image beside the features of an MLP. A dim whose axis

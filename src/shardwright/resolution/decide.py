@@ -495,6 +495,10 @@ def _conflict_fix(
     once = "an array uses each mesh axis once: write "
     if pending.literal:
         return once + "None or another mesh axis here"
+    if pending.named in holders:
+        # Where the rule shards nothing, as for the window of a conv, an axis may occur twice.
+        scores = ": attention scores, for instance, are (BATCH, HEAD, QUERY_LENGTH, BIAS_KV_SEQ)"
+        return f"give each dim its own axis, or EMPTY{scores if 'LENGTH' in pending.named else ''}"
     end = f', or end the rule in a fallback, "{rule.ref.text} | -"'
     if isinstance(rule, Composite):
         change = _composite_fallback(decider, rule, failure, size)

@@ -14,12 +14,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from shardwright import _jax
-from shardwright.errors import (
-    AxisConflictError,
-    RankMismatchError,
-    ShapeRequiredError,
-    StrategyError,
-)
+from shardwright.errors import RankMismatchError, ShapeRequiredError, StrategyError
 from shardwright.vocabulary.axes import (
     EMPTY,
     HEAD,
@@ -27,11 +22,8 @@ from shardwright.vocabulary.axes import (
     KNOWN_AXES,
     KV_HEAD,
     KV_HEAD_DIM,
-    KV_LENGTH,
     LAYERS,
-    LENGTH,
     PARALLELISM_AXES,
-    QUERY_LENGTH,
     SEMANTIC_AXES,
     UNCONSTRAINED,
     Role,
@@ -116,7 +108,6 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
     Raises:
       RankMismatchError: The ranks differ, a merged dim is not the product of its members, or a part
         is larger than its whole.
-      AxisConflictError: An axis occurs twice.
       StrategyError: A composite contains `EMPTY`, or a head and its dim; or a literal spec is
         reduced.
     """
@@ -132,9 +123,8 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
     else:
         dims = [_DIMS.get(entry) or _lower_dim(entry, "") for entry in annotation]
         lowered = Lowered(dims=tuple(dims))
-        # Different single axes form no composite and repeat nothing, so only the rank can be wrong.
-        different = len(KNOWN_AXES.intersection(annotation)) == len(annotation)
-        if different and (shape is None or len(shape) == len(dims)):
+        # Single axes form no composite, so only the rank can be wrong.
+        if KNOWN_AXES.issuperset(annotation) and (shape is None or len(shape) == len(dims)):
             return lowered
     # Check this first: several annotations that were passed as one also have a wrong rank, and the
     # message about the rank would not name the mistake.
@@ -145,7 +135,6 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
             what += f"{len(shape)}: shape {tuple(shape)}"
             raise RankMismatchError(what, fix=_rank_fix(annotation, lowered.dims, len(shape)))
         check_merged(lowered.dims, shape)
-    _check_repeats(lowered.dims)
     return lowered
 
 
@@ -320,24 +309,6 @@ def _check_composites(dims: tuple[Dim, ...]) -> None:
         else:
             continue
         raise StrategyError(what, dim=position, axis=dim.label, fix=fix)
-
-
-def _check_repeats(dims: tuple[Dim, ...]) -> None:
-    seen: dict[str, int] = {}
-    for position, dim in enumerate(dims):
-        # The `axes` of a merged dim have only its first member.
-        for axis in (axis for axis, _ in dim.merged) if dim.merged else dim.axes:
-            if axis in seen:
-                # Both dims would have one rule, so the second would claim mesh axes that the first
-                # one holds.
-                what = "the axis occurs twice in one annotation, at dim "
-                what += f"{seen[axis]} and dim {position}"
-                fix = "give each dim its own axis, or EMPTY"
-                if axis in (LENGTH, QUERY_LENGTH, KV_LENGTH):
-                    fix += ": attention scores, for instance, are "
-                    fix += "(BATCH, HEAD, QUERY_LENGTH, BIAS_KV_SEQ)"
-                raise AxisConflictError(what, dim=position, axis=axis_label(axis), fix=fix)
-            seen[axis] = position
 
 
 def mode_of_layout(mode: str | int, shape: Sequence[int] | None) -> str:

@@ -306,8 +306,7 @@ def _normed(name: str) -> dict[str, str]:
     return {f"{name}.LayerNorm.weight": "norm", f"{name}.LayerNorm.bias": "norm"}
 
 
-# Both dims of [out, in] have one size. Only the input is named EMBED, because an axis occurs once
-# in a tensor.
+# Both dims of [out, in] have one size. Only the input is named EMBED, because presets shard it.
 _SQUARE = "- embed"
 BERT_TENSORS = Tensors(
     name="bert",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jax.sharding import PartitionSpec
 
 from shardwright.errors import (
+    AxisConflictError,
     Problem,
     StrategyError,
     UnknownAxisError,
@@ -60,8 +61,9 @@ class Imported:
 
         Raises:
           UnknownAxisError: A name has no rule and is not in `names`.
+          AxisConflictError: A name occurs twice under the semantics of flax.
         """
-        axes = []
+        axes: list[str] = []
         for name in names:
             if name is not None and not isinstance(name, str):
                 what = f"{name!r} is not the name of a dim"
@@ -70,6 +72,11 @@ class Imported:
                 hint = did_you_mean(str(name), list(self.names))
                 fix = f"{hint} add it to names=".strip()
                 raise UnknownAxisError(f"the name {name!r} has no rule", fix=fix)
+            # flax refuses it even where it is replicated.
+            is_flax = self.strategy.policy.conflict == "next"
+            if is_flax and name is not None and name in names[: len(axes)]:
+                what, fix = f"the name {name!r} occurs twice", "give each dim its own name, or None"
+                raise AxisConflictError(what, dim=len(axes), fix=fix)
             axes.append(EMPTY if name is None else axis_in(self.names[name]))
         return tuple(axes)
 
