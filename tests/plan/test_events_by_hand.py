@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import shardwright as sw
 from shardwright import attention
 from shardwright.layers import moe
+from shardwright.plan.collectives.read import read_collectives
 from shardwright.plan.planner import PlanReport
+from shardwright.testing import cpu_mesh
 from tests.plan.decoder import Decoder
 from tests.plan.test_walk import BATCH as B
 from tests.plan.test_walk import EMBED as E
@@ -267,3 +269,26 @@ def test_parameter_rule_changes_gathers_and_kinds_of_sums() -> None:
     # Gradients are no longer scattered, so all of each is summed on every device.
     scattered = [key for key in before if key[0] == "reduce_scatter"]
     assert {("all_reduce", *key[1:]) for key in scattered} <= set(after)
+
+
+def test_part_that_is_cut_again_is_summed_whole() -> None:
+    """Conditioning has no length: its gradients are summed over fsdp, and stored over fsdp+sp."""
+    pm = sw.PartitionManager(sw.Strategy.preset("sequence"), mesh=cpu_mesh("fsdp:4,sp:2"))
+    weight = sw.ArraySpec((E, I), jnp.float32, (sw.EMBED, sw.EMPTY))
+    x = jax.ShapeDtypeStruct((B, E), jnp.float32, sharding=pm.sharding((sw.BATCH, sw.EMBED)))
+
+    def gradient(w: Any, x: Any) -> Any:
+        return jax.grad(lambda w: jnp.sin(x @ sw.gather(w, weight)).sum())(w)
+
+    given, specs = jax.ShapeDtypeStruct((E, I), jnp.float32), (weight, (sw.BATCH, sw.EMBED))
+    found = rows(pm.plan(gradient, given, x, specs=specs, outputs=weight))
+    assert found == [
+        ("all_gather", ("fsdp", "sp"), ("EMBED",), WEIGHT, 1),
+        ("all_reduce", ("fsdp",), ("BATCH",), WEIGHT, 1),
+    ]
+    with pm:
+        step = jax.jit(gradient, out_shardings=pm.sharding(weight))
+        compiled = read_collectives(step.lower(pm.abstract(weight), x).compile(), pm.mesh)
+    assert sorted((str(each.kind), each.mesh_axes, each.total_bytes) for each in compiled) == [
+        (kind, mesh_axes, size) for kind, mesh_axes, _, size, _ in found
+    ]

@@ -181,7 +181,10 @@ class Ledger:
         held, wanted = value.mesh_axes, target.mesh_axes
         current = [list(dim) for dim in value.dims]
         scattered = value.owed & wanted
-        if scattered and self._is_summed_whole(value, aval, dims, scattered):
+        new = wanted - held - value.owed
+        if any(_is_cut_again(goal, scattered, new) for goal in dims) or (
+            scattered and self._is_summed_whole(value, aval, dims, scattered)
+        ):
             scattered = frozenset()
         if scattered:
             self._note(Kind.REDUCE_SCATTER, scattered, value, aval, _frozen(current), location)
@@ -197,10 +200,11 @@ class Ledger:
             ]
         for dim, goal in zip(current, dims, strict=True):
             # The slices come before the all-reduce, which then adds up less.
+            owed = value.owed - scattered
             dim += [
                 axis
-                for axis in goal
-                if axis not in held and axis not in value.owed and axis not in dim
+                for at, axis in enumerate(goal)
+                if axis in new and axis not in dim and owed.isdisjoint(goal[:at])
             ]
         for group in value.groups or (value.owed,):
             if group - scattered:
@@ -414,3 +418,12 @@ def _frozen(dims: Iterable[Iterable[str]]) -> Dims:
 
 def _distinct(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name))
+
+
+def _is_cut_again(goal: tuple[str, ...], scattered: frozenset[str], new: frozenset[str]) -> bool:
+    """Tell whether a dim is sharded over a new mesh axis within its part of a reduce-scatter.
+
+    XLA then sums the whole array, and slices it once.
+    """
+    major = [at for at, axis in enumerate(goal) if axis in scattered]
+    return bool(major) and not new.isdisjoint(goal[major[0] :])
