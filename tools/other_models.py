@@ -395,7 +395,7 @@ def main() -> int:
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("names", nargs="*", default=list(CASES), metavar="NAME")
     parser.add_argument("--tpu", action="store_true")
-    parser.add_argument("--presets", default="ddp,fsdp,fsdp_tp")
+    parser.add_argument("--presets", default=",".join(MESHES))
     given = parser.parse_intermixed_args()
     is_said = True
     for name in given.names:
