@@ -197,8 +197,7 @@ class KVHeads(enum.StrEnum):
       heads that its queries read.
     INDEX: replicated. Each shard picks the kv heads that its queries read.
     FACTOR: over some leading mesh axes of the query heads, or over none. Some of the other mesh
-    axes
-      shard the keys' length, so a shard holds a part of the keys that its queries read.
+      axes shard the keys' length, so a shard holds a part of the keys that its queries read.
     """
 
     SAME = "same"

@@ -43,7 +43,7 @@ class Uses:
     """How matmuls use factors.
 
     Attributes:
-      made: Factors that matmuls with weights produce, and their slices.
+      made: Factors of the results of matmuls with weights, and slices of these factors.
       summed: Factors that matmuls with weights sum over.
       stacked: Factors along which weights are stacked: batch dims of matmuls with weights.
       next: The matmuls of activations that use the result of each matmul, by its origin.

@@ -99,7 +99,7 @@ def _covering(slices: Sequence[DimSlice], size: int) -> list[DimSlice]:
 def named_factors(dim: Sequence[Atom]) -> NamedFactors:
     """Return the named factors of a dim. Neighbors of the same axis are one factor.
 
-    KV_HEAD and GROUP together are HEAD. Shards belong to the next factor.
+    KV_HEAD and GROUP together are HEAD. A number of shards is multiplied into the factor after it.
     """
     factors: list[tuple[str, int]] = []
     shards = 1

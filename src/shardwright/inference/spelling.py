@@ -133,9 +133,9 @@ def _renamed(entry: Spelled, old: str, new: str) -> Spelled:
 def _without_repeats(row: Sequence[Spelled]) -> list[Spelled]:
     """Replicate a dim if another dim has its axis, because both would claim the same mesh axes.
 
-    A guess is also replicated beside another axis of tensor parallelism, because every preset
-    shards both over `tp`: the classes of an image beside the features of an MLP. A dim whose axis
-    is certain keeps it. If no axis is certain, the first dim keeps it.
+    A dim with a guessed axis is also replicated if another dim has an axis of tensor parallelism,
+    because every preset shards both over `tp`. Example: image classes and features of an MLP. A dim
+    whose axis is certain keeps it. If no axis is certain, the first dim keeps it.
     """
     seen: set[str] = set()
     entries = list(row)

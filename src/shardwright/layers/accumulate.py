@@ -441,8 +441,8 @@ class _AccumulationStep:
 
     def _add(self, weights: Any, sums: Any, microbatch: Any) -> tuple[Any, Any]:
         """Add the loss and the gradients of one microbatch."""
-        # Gradients are those of the total: the sum of the weights is known only after the last
-        # microbatch. So the gradients and the fp8 scales do not depend on the mesh or on n.
+        # Differentiate the sum of the losses, not their mean: the divisor is known only after the
+        # last microbatch. So the gradients and the fp8 scales do not depend on the mesh or on n.
         differentiated = jax.value_and_grad(self._total, (0, 3), has_aux=True)
         if not self.once and not self.deferred:
             # Otherwise XLA gathers the weights before the loop, and holds all of them.

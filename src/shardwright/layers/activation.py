@@ -104,7 +104,7 @@ def gated(names: Sequence[str], x: Any, *, axis: int = -2, clamp: Clamp = CLAMP)
             path="x",
             fix="pass one slice per activation",
         )
-    # An index and not `jnp.split`: the slices lose the dim, so that the product has one dim less.
+    # Index, rather than `jnp.split`, removes the dim from the slices and so from their product.
     parts = [
         ACTIVATIONS[name](jax.lax.index_in_dim(x, at, axis, keepdims=False), clamp)
         for at, name in enumerate(names)

@@ -225,7 +225,7 @@ def _use_head(x: Any, head: Any, tied: bool, path: str | None) -> Any:
 def _logits(
     x: Any, weight: Any, tied: bool, cap: float | None, vocab: int | None = None
 ) -> jax.Array:
-    # In float32, the rule below equals JAX's rule.
+    # In float32, `_matmul_jvp` would equal the derivative of JAX.
     values = (_einsum if x.dtype == jnp.float32 else _matmul)(x, weight, tied)
     if cap is not None:
         values = cap * jnp.tanh(values / cap)

@@ -78,8 +78,8 @@ def apply(
       (y, state). The state has the same bias and this call's statistics; see `moe.apply`.
 
     Raises:
-      LayerError: As `moe.apply` raises it, or a parameter is missing, or the config does not
-        describe it.
+      LayerError: As for `moe.apply`; a parameter is missing; or the config does not describe one of
+        the parameters.
       RankMismatchError: `x` is not `[batch, length, embed]`.
       ShardingError: As `moe.apply` raises it.
     """

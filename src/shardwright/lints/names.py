@@ -36,7 +36,7 @@ from shardwright.vocabulary.merged_dims import MergedDim, axis_text
 _CHANNELS: Final = frozenset({CHANNEL, CHANNEL_IN, CHANNEL_OUT})
 # Names that one dim may have, depending on the kind of array.
 _SYNONYMS: Final[tuple[frozenset[str], ...]] = (
-    # Inference names the channels between blocks EMBED, and those inside of a block as in an MLP.
+    # Inference calls channels between blocks EMBED, and channels in a block MLP_INTERMEDIATE.
     *(_CHANNELS | {name} for name in (EMBED, MLP_INTERMEDIATE, NORM)),
     frozenset({EMBED, NORM}),
     frozenset({HEAD_DIM, KV_HEAD_DIM, NORM}),

@@ -65,8 +65,8 @@ class Argument:
 
         Args:
           value: The value.
-          given: What has the argument's structure, as text, such as "the step takes".
-          passed: What has the value's structure, as text, such as "it returns".
+          given: Words before the argument's structure in the message, such as "the step takes".
+          passed: Words before the value's structure, such as "it returns".
           fix: How to fix it.
         """
         return [

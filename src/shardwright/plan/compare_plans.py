@@ -50,7 +50,8 @@ class Traffic:
       kind: Kind of collective.
       mesh_axes: Mesh axes that they run over.
       axes: Semantic axes that cause them.
-      source: Line of the model. If only the left plan has it, its line there.
+      source: Line of the model in the right plan. If only the left plan has the line, the line in
+        the left plan.
       moved_from: The line in the left plan, if the line has moved; else "".
       before: In the left plan, the number of runs, and the bytes that a device sends in all runs.
       after: The same in the right plan.

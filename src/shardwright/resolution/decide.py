@@ -247,7 +247,7 @@ class Decider:
         """
         # Without `[[tensors]]` entries, there is only the level of the tables.
         for find in (self._tensor, self._stated) if self.rules.tensors else (self._stated,):
-            # A file that states `tensor_parallel = "-"` under [params] still governs the layouts.
+            # A rule `tensor_parallel = "-"` under [params] counts as a rule of the axis itself.
             if [axis for axis in dim.axes if find(axis) is not None]:
                 return None
             rule = find(dim.semantic_axis)
@@ -424,7 +424,7 @@ def fall_back(
     failure = attempts.failure
     is_next = decider.rules.policy.conflict is Conflict.NEXT
     if is_next and failure is not None and failure.reason is Reason.INDIVISIBLE:
-        # Under `conflict = "next"`, neither `-` nor `?` applies to sizes.
+        # Under `conflict = "next"`, a final `-` or `?` is not used where a size does not divide.
         return _indivisible(decider, pending, rule, failure, failure.live, size)
     if rule.fallback is Fallback.REPLICATED:
         return pending.decided(Outcome.REPLICATED)

@@ -237,7 +237,7 @@ class Loop:
             return
         # The other rows may hold tokens of an earlier prompt. Prefill empties them.
         kept = [row for row, job in self.scheduler.rows.items() if job.read]
-        # A job that was preempted has already written the token after its text.
+        # A job that was preempted already has its next token, so prefill draws none for it.
         first = {
             chunk.row
             for chunk in chunks

@@ -17,7 +17,7 @@ from shardwright.vocabulary.lowering import describe
 from shardwright.vocabulary.shown import text_of
 from shardwright.vocabulary.units import bytes_text
 
-# A whole part of a name, as in `layers.12.mlp`: `w1` and `conv1d` keep their digits.
+# A number between two dots, such as 12 in `layers.12.mlp`. Digits in `w1` or `conv1d` do not match.
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 
 

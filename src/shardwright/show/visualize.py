@@ -103,7 +103,7 @@ class ShardPicture:
         return f"<div><div><b>{html_text(self.title)}</b></div>{flow}{caption}</div>"
 
     def plain_html(self) -> str:
-        """Return the SVG of at most two cut dims, without the elements of the blocks."""
+        """Return the SVG of at most two cut dims, without labels of the elements in each block."""
         ((_, _, _, cells),) = self._panels()
         return grid(cells, f"Devices by the part that they hold. {self._caption()}")
 

@@ -85,7 +85,8 @@ def parse_rules(data: Mapping[str, Any], origin: KeySources) -> ParsedTables:
             if rule is None:
                 continue
             if is_array:
-                # A rule "-" has no candidates but has a place, which a composite may need.
+                # A rule "-" has no candidates. It takes one position in the order of rules,
+                # because a composite may need it.
                 places = len(rule.candidates) or int(axis not in parsed)
                 orders.setdefault(home, []).extend([axis] * places)
             if role is Role.PARAM and rule.fallback is Fallback.UNCONSTRAINED:

@@ -96,7 +96,7 @@ class DynamicShardingAxes(_Fields):
         rule for the parallelism axis itself.
 
     Raises:
-      StrategyError: The mode is unknown, or the class of the layout defines other axes.
+      StrategyError: The mode is unknown, or `axes` differs from the axes that the class defines.
     """
 
     default_axes: ClassVar[tuple[LayoutDim, ...]] = ()

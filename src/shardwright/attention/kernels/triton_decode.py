@@ -142,7 +142,7 @@ def forward(
             jnp.pad(_by_kv_head(q, kv_heads), ((0, 0), (0, 0), padding, (0, 0))),
             pl.BlockSpec((None, None, queries, _wide(q)), lambda b, h, s: (b, h, 0, 0)),
         ),
-        # Queries of padding read a repeated position; their results are cut off.
+        # Padded query rows get position 0. Their results are cut off.
         "q_positions": (
             jnp.pad(jnp.repeat(q_positions, group, axis=1), ((0, 0), padding)),
             whole((None, queries)),

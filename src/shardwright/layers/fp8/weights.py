@@ -121,8 +121,8 @@ def scatter(manager: Any, grad: Any, like: Any, weight: StoredKernel) -> Any:
     def gathered(value: Any) -> Any:
         return manager.gather(value, weight.axes, path=weight.path, shape=weight.shape)
 
-    # Transpose the gather itself, so that both follow the same rules. The forward value is not
-    # used, and XLA removes it.
+    # Transpose the gather itself, so that the gather and its gradient follow the same rules. The
+    # forward value is not used, and XLA removes it.
     (scattered,) = jax.vjp(gathered, like.astype(grad.dtype))[1](grad)
     return scattered
 

@@ -149,8 +149,8 @@ class Compiled:
         # XLA for CPUs leaves temporary arrays out of the peak (measured with JAX 0.10.2).
         if self.target.platform == "cpu":
             return None
-        # The peak of libtpu counts arguments on the host. Without them, it is the total in the
-        # message of a smaller chip that refuses the program, to four digits.
+        # The peak of libtpu counts arguments on the host. The peak without them equals, to four
+        # digits, the total that libtpu reports if a program does not fit on a smaller chip.
         return self.memory["peak_memory"] - self.memory.get("host_argument_size", 0)
 
     def to_json(self) -> dict[str, Any]:

@@ -126,7 +126,8 @@ def _sent(
     reasons = [*_known_reasons(row, events, collectives)]
     scattered = planned[Kind.REDUCE_SCATTER]
     if cpu and scattered and Kind.REDUCE_SCATTER not in compiled:
-        # An all-reduce sends twice as much as a reduce-scatter, so it adds the planned bytes once.
+        # An all-reduce sends twice the bytes of a reduce-scatter, so the difference is what was
+        # planned.
         sources = dict.fromkeys(each.source for each in events if each.kind is Kind.REDUCE_SCATTER)
         what = "reduce-scatters are all-reduces on CPUs, which send twice the bytes"
         reasons.append(DifferenceCause(what=what, adds=scattered, sources=tuple(sources)))

@@ -152,7 +152,7 @@ def _exchange(
                 dtype=str(aval.dtype),
                 origins=value.origins,
             )
-        # Along this dim, the exchange of the next dim sends as many rows as the windows span.
+        # The exchange of the next dim also sends the rows that were received along this dim.
         local[dim] = span if value.dims[dim] else local[dim]
 
 

@@ -224,9 +224,9 @@ class Ledger:
         """Tell whether a TPU sums an array whole, because its parts are not whole tiles.
 
         A vector is summed whole. Otherwise, tiles are of the last two dims. A sum over an
-        elementwise result keeps the order of dims. The result of a matmul is transposed if its
-        other dim is not a multiple of 128. The scattered dim is then along the lanes, and a part
-        needs 128 numbers of 32 bits.
+        elementwise result keeps the order of dims. The result of a matmul is transposed if the dim
+        that is not scattered is not a multiple of 128. The scattered dim is then along the lanes,
+        and a part needs 128 numbers of 32 bits.
         """
         if not self.tiled:
             return False
@@ -301,7 +301,7 @@ class Ledger:
         dims = value.dims
         if wanted is not None:
             axes = axes_of(wanted)
-            # If `wanted` drops a mesh axis of the value, it needs a gather too.
+            # If `wanted` lacks a mesh axis of the value, a reduce-scatter would need a gather too.
             if value.owed & axes and value.mesh_axes <= axes:
                 dims = wanted
         return self.move(value, aval, dims, location, origins=value.origins)

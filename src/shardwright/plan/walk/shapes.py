@@ -78,7 +78,7 @@ def callback(step: PlanStep) -> list[ShardedValue]:
 
 
 def slice_(step: PlanStep) -> list[ShardedValue]:
-    """Follow a slice. One position of a sharded dim is a sum."""
+    """Follow a slice. To take one position of a sharded dim, the devices compute a sum."""
     shape, result = step.avals[0].shape, step.results[0].shape
     changed = [at for at, size in enumerate(shape) if size != result[at]]
     if all(result[at] == 1 for at in changed):
