@@ -14,15 +14,19 @@ import numpy as np
 import pytest
 
 import shardwright as sw
+from shardwright.interop.hf import programs, read_config
 from shardwright.layers import loss, transformer_block
 from shardwright.plan.collectives import Kind, read_collectives
+from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.search.settings import read_pins, with_settings
 from shardwright.plan.walk.events import Event
 from shardwright.testing import cpu_mesh
+from tests.interop.hf.test_decoder_plans import CONFIGS
 from tests.layers import blocks, pipeline_memory
 from tests.layers.test_pipeline import DENSE, X
 from tests.layers.test_pipeline_loss import manager
 
+ROOT = Path(__file__).parents[2]
 RESIDUAL = (sw.BATCH, sw.LENGTH, sw.EMBED)
 
 
@@ -138,7 +142,7 @@ def test_memory_is_in_the_planned_range(schedule: str, count: int, mesh: str) ->
 @pytest.mark.full
 def test_page_shows_memory_on_tpus() -> None:
     """The page has the planned range, and a peak of the compiler inside it."""
-    page = (Path(__file__).parents[2] / "docs/development/compiled.md").read_text()
+    page = (ROOT / "docs/development/compiled.md").read_text()
     rows = re.findall(
         r"^\| (gpipe|circular|1f1b) \| (\d+) \| (.*) to (.*) \| (.*) \|$", page, re.MULTILINE
     )
@@ -150,6 +154,31 @@ def test_page_shows_memory_on_tpus() -> None:
         plan = program.planned().memory
         assert (low, high) == (round(plan.low / 2**20), round(plan.high / 2**20)), schedule
         assert low <= found <= high, (schedule, count)
+
+
+@pytest.mark.full
+def test_page_shows_when_a_pipeline_wins(tmp_path: Path) -> None:
+    page = (ROOT / "docs/pipelines.md").read_text()
+    cells = r" \| ([\d.]+) to ([\d.]+) s"
+    rows = re.findall(rf"^\| ([\d.]+){cells * 2} \|$", page, re.MULTILINE)
+    assert len(rows) == 3
+    sizes, overlay = read_config(str(CONFIGS / "llama-3-8b.json")), tmp_path / "network.toml"
+    for rate, *numbers in rows:
+        network = f'{{ value = {rate}, source = "the page", date = "2026-11-27" }}'
+        overlay.write_text(f"[a100]\ninfiniband_gbps = {network}\n")
+        topology, found = parse_topology("4xa100:8", read_hardware(str(overlay))), []
+        for preset, mesh, remat in (
+            ("fsdp_tp", "dp:4,fsdp:8", "full"),
+            ("fsdp_pp", "pp:4,fsdp:8", "none"),
+        ):
+            made = programs(sizes, batch=64, length=4096, remat=remat)["train"]
+            pm = sw.PartitionManager(
+                sw.Strategy.preset(preset), mesh=sw.abstract_mesh(mesh), mode="train"
+            )
+            time = pm.plan(made.function, *made.shapes, specs=made.specs, topology=topology).time
+            assert time is not None
+            found += [f"{time.low:.2f}", f"{time.high:.2f}"]
+        assert found == numbers
 
 
 @pytest.mark.full

@@ -156,10 +156,8 @@ def test_plan_of_a_recipe(recipe: str) -> None:
 
 def test_each_stage_of_pp_resource_has_its_scales() -> None:
     """Over other Manual mesh axes, an amax is that of all devices."""
-    layer, x = (
-        te.flax.DenseGeneral(32),
-        jnp.ones((4, 8, 32)) * jnp.array([1, 3, 10, 30])[:, None, None],
-    )
+    layer = te.flax.DenseGeneral(32)
+    x = jnp.ones((4, 8, 32)) * jnp.array([1, 3, 10, 30])[:, None, None]
     with te.autocast(enabled=True, recipe=RECIPES["delayed"]):
         variables = nn.unbox(layer.init(KEY, x))
     metas = variables.pop("fp8_metas")
