@@ -97,7 +97,7 @@ def append_and_attend(
       ShardingError: The rules of the manager do not fit the arrays.
     """
     read_value("cache", cache, CACHE, error=AttentionError)
-    # The cache checks k and v, and attention checks q.
+    # Compare the tokens of q and k here: the cache checks only k and v, and attention checks q.
     if getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4 and q.shape[:2] != k.shape[:2]:
         raise AttentionError(
             f"q has [batch, q_length] {q.shape[:2]}, and k {k.shape[:2]}",
@@ -117,8 +117,8 @@ def append_and_attend(
     }
     change = cache.append(k, v, valid=valid)
     assert change.positions is not None
-    # Without this, the partitioner would shard the positions like the keys' length, and gather
-    # them.
+    # Shard the positions by batch only. Otherwise the partitioner would shard them like the keys'
+    # length, and gather them again.
     positions = ambient_sharding(cache.spec.mode).place(change.positions, (BATCH, EMPTY))
     view = change.cache.view()
     if view.tables is not None:
@@ -129,7 +129,7 @@ def append_and_attend(
                 cache, jnp.asarray(k), jnp.asarray(v), positions
             )
         o = _attend_to_rows(q, view, positions, options, implementation)
-    # Zero the padding rows, even in a call that is not causal.
+    # Zero the output of padding rows. Without a causal mask, padding rows see keys too.
     return CachedAttention(o=jnp.where(positions[:, :, None, None] >= 0, o, 0), change=change)
 
 
@@ -214,8 +214,8 @@ def _overwrites_visible_keys(cache: KVCache, q_length: int, window: Window | Non
     """Tell whether an append may overwrite keys that its own queries see."""
     if not cache.spec.is_ring or window is None or window[0] is None:
         return False
-    # The first of the new queries sees `window[0]` positions before its own. The last of the new
-    # rows overwrites the position `capacity` before its own.
+    # The first new query sees the `window[0]` positions before its own. The last new key overwrites
+    # the key that is `capacity` positions before it.
     return q_length > cache.spec.capacity - window[0]
 
 
@@ -233,7 +233,7 @@ def _attend_to_rows(
         implementation=implementation,
         positions=positions,
         kv_positions=view.positions,
-        # If slots share one row of positions, only their lengths tell which rows each holds.
+        # If all slots share one row of positions, only lengths tell which rows a slot has filled.
         lengths=view.lengths if view.positions.shape[0] == 1 else None,
         k_scale=view.k_scale,
         v_scale=view.v_scale,
@@ -293,8 +293,8 @@ def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> V
         k=joined["k"],
         v=joined["v"],
         positions=joined["positions"],
-        # Attention to one slot hides rows beyond its length, so the length must include the new
-        # tokens.
+        # With one slot, attention hides positions beyond these lengths, so the lengths must include
+        # the new tokens.
         lengths=cache.length + jnp.sum(positions >= 0, axis=1, dtype=jnp.int32),
         k_scale=joined.get("k_scale"),
         v_scale=joined.get("v_scale"),

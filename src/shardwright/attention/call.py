@@ -150,7 +150,7 @@ OPERAND_DIMS: Final[dict[str, tuple[str, ...]]] = {
     "batch_index": ("batch",),
     "head_index": ("heads",),
 }
-# If a dim of one of these has size 1, it applies to every row, so it is never sharded.
+# A dim of size 1 of these operands applies to every row, so no mesh axis shards that dim.
 _BROADCAST = frozenset({"q_positions", "kv_positions", "mask", "bias"})
 
 

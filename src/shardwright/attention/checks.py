@@ -217,7 +217,7 @@ def check_integers(name: str, given: Any, *shapes: tuple[int, ...]) -> None:
 
 def check_range(name: str, given: Any, low: int, high: int, fix: str) -> None:
     """Raise AttentionError if a NumPy array has values outside of a range."""
-    # The values of a JAX array may not be known yet, and reading them would wait for the device.
+    # Check only NumPy arrays: a JAX array may be traced, and reading it would wait for the device.
     if isinstance(given, np.ndarray) and (given.min() < low or given.max() > high):
         worst = given.min() if given.min() < low else given.max()
         raise AttentionError(f"{name} has {worst}, outside {low} to {high}", path=name, fix=fix)

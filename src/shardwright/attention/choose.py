@@ -249,7 +249,7 @@ def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
     """Rank the implementations for a sharded sequence by bytes sent."""
     specs = call.specs
     shards = call.shards(specs.kv_length or specs.q_length)
-    # The keys and values of one device's heads and sequences.
+    # Bytes of the keys and values of this device's heads and sequences, over the whole length.
     local_heads = call.kv_heads / call.shards(specs.kv_heads)
     local_batch = call.batch / call.shards(specs.batch)
     row = (call.head_dim + call.v_dim) * (4 if call.dtype == "float32" else 2)

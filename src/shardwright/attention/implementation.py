@@ -116,7 +116,7 @@ SHIPPED: Final[tuple[Implementation, ...]] = (
         takes_scales=True,
     ),
 )
-# What users register. The tuple is replaced as a whole, so readers need no lock.
+# Implementations that users register. A registration replaces the tuple, so readers need no lock.
 _own: tuple[Implementation, ...] = ()
 
 

@@ -208,7 +208,7 @@ def _operands(
     }
     if call.recipe.dropout:
         others["seed"] = _seed(options.dropout_key)
-        # Global numbers: the shards of a mesh then drop the same weights as one device would.
+        # Number batch and heads globally: shards of a mesh then drop the same weights as a device.
         integers["batch_index"] = jnp.arange(call.batch)
         integers["head_index"] = jnp.arange(call.heads)
     return Operands(
@@ -247,7 +247,7 @@ def _read_mode(mode: str | None, manager: PartitionManager | None) -> str:
     if mode is None and manager is not None:
         mode = manager.mode
     if mode is None:
-        # A call with a mode and without a manager is attention without sharding.
+        # A call that gives a mode needs no manager: nothing is then sharded.
         error = NoManagerError if manager is None else AttentionError
         raise error(
             "attention needs the mode of a PartitionManager, or mode=",
@@ -312,8 +312,8 @@ def _read_offset(options: Options, mask: Mask, mode: str, sizes: CallSizes) -> i
     # Without positions, the last query is at the position of the last key, as in decode.
     if mask.lengths is None or not mask.rules.positional:
         return sizes.kv_length - sizes.q_length
-    # The last query is then at the last key of its own sequence: `_positions` counts back from the
-    # lengths.
+    # In decode with lengths, the last query is at the last key of its own sequence: `_positions`
+    # counts back from the lengths.
     if mode == MODE_DECODE:
         return None
     if sizes.q_length != sizes.kv_length:

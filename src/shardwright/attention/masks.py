@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from shardwright.errors import AttentionError
 from shardwright.vocabulary.integers import as_integer, read_integer
 
-# Values by which other code hides a key are smaller: -inf, finfo.min of float32 or bfloat16,
-# DEFAULT_MASK_VALUE. A bias that is to be added, even -1e9, is far larger.
+# A bias up to this number hides a key: -inf, finfo.min of float32 or bfloat16, DEFAULT_MASK_VALUE.
+# A bias that is to be added, even -1e9, is far larger.
 _HIDING_BIAS = -2e38
 T = TypeVar("T", int, jax.Array)
 Window = tuple[int | None, int | None]

@@ -211,8 +211,8 @@ def _run(operands: Operands, tables: jax.Array, call: AttentionCall) -> Result:
     by_operand = specs.operands(operands.replace(**dict.fromkeys(paged))).replace(**paged)
     table_spec = specs.spec("batch")
     if _shared_axes(specs):
-        # Each shard reads the tables of other sequences too. Small integers are not gathered in
-        # every layer.
+        # Replicate the tables and the lengths: each shard reads those of other sequences too, and
+        # small integers are then not gathered in every layer.
         table_spec = PartitionSpec()
         positions = spec_of((), specs.q_length)
         by_operand = by_operand.replace(q_positions=positions, lengths=table_spec)
@@ -222,7 +222,7 @@ def _run(operands: Operands, tables: jax.Array, call: AttentionCall) -> Result:
         (by_operand, table_spec, *shards.head_specs(call)),
         out_specs=Result(o=specs.output, lse=specs.lse).only(call),
         mesh=call.mesh,
-        # Pallas prevents JAX from tracking which devices hold equal values.
+        # Turn check_vma off for Pallas: JAX cannot track which devices hold equal values.
         check_vma=not _by_triton(call),
     )
     return result
@@ -279,7 +279,7 @@ def _attend(
             q_positions=shard.q_positions[sequences],
             lengths=shard.lengths[sequences],
         )
-    # The shards of the batch that share pages are joined by `return_sequences`, the others here.
+    # `return_sequences` joins the batch shards that share pages, and `combine` the other shards.
     others = tuple(axis for axis in call.specs.kv_length if axis not in call.specs.batch)
     combine = flash_decode.combination(dataclasses.replace(call.specs, kv_length=others), call)
     operands = combine.with_all_heads(shard) if combine.axes else shard

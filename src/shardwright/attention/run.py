@@ -34,7 +34,7 @@ def attention(implementation: Implementation, operands: Operands, call: Attentio
     _check(result, implementation, call)
     o = result.o
     if call.mesh is not None and call.specs.mesh_axes:
-        # The partitioner might choose another sharding; the output is sharded like q.
+        # Shard the output like q. Otherwise the partitioner might choose another sharding.
         placement = constraint.make_placement(call.specs.output, call.mesh, _jax.ambient_mesh())
         o = constraint.place(o, placement)
     if call.layout is DimOrder.BHTD:

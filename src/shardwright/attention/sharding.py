@@ -133,8 +133,8 @@ def _joint(
         _check_pages(keys.decisions[0], first, q_length)
     elif batch != first:
         raise _mismatch("batch", batch, first, keys.decisions[0], dim=0)
-    # Leading axes of a dim give contiguous groups of shards, as `h * kv_heads // heads` needs. Over
-    # a trailing axis, neighbouring shards would have other kv heads.
+    # The mesh axes of kv heads must be the leading ones of heads, as `h * kv_heads // heads` needs.
+    # Over a trailing axis, neighbouring shards would have other kv heads.
     if kv_heads != heads[: len(kv_heads)]:
         raise _mismatch("heads", heads, kv_heads, keys.decisions[2], dim=2)
     grouping, why = _grouping(heads, kv_heads, kv_length, keys.decisions[2].why)

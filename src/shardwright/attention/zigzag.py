@@ -49,8 +49,8 @@ def positions(length: int, *, shards: int) -> np.ndarray:
             "or keep the order as it is",
         )
     chunks = np.arange(length, dtype=np.int32).reshape(2 * shards, -1)
-    # With a causal mask, chunk c attends to c + 1 chunks, so the two of a shard attend to 2 *
-    # shards + 1 together, on every shard.
+    # With a causal mask, chunk c attends to c + 1 chunks. So the two chunks of every shard together
+    # attend to 2 * shards + 1 chunks.
     order = [chunk for rank in range(shards) for chunk in (rank, 2 * shards - 1 - rank)]
     return chunks[order].reshape(-1)
 
@@ -111,7 +111,7 @@ def _take(array: Any, order: np.ndarray, dim: int) -> Any:
     if AxisType.Explicit in sharding.mesh.axis_types:
         return array.at[(*[slice(None)] * dim, order)].get(out_sharding=sharding)
     reordered = jnp.take(array, order, axis=dim)
-    # On Auto axes the partitioner replicates the length. Inside a trace the sharding is not known.
+    # On Auto axes, `take` replicates the length: restore the sharding. A tracer does not have it.
     if isinstance(array, jax.core.Tracer):
         return reordered
     return jax.device_put(reordered, array.sharding)

@@ -76,7 +76,7 @@ class View:
 
 
 def _dequantize(x: jax.Array, scale: jax.Array | None, dtype: str) -> jax.Array:
-    # The scales are float32, so multiply there and round once.
+    # Multiply in float32, the dtype of the scales, and round once.
     return x if scale is None else (x.astype(jnp.float32) * scale[..., None]).astype(dtype)
 
 
@@ -236,8 +236,8 @@ class KVCache(abc.ABC):
         self, operation: Callable[..., Change[C]], *arrays: Any, **static: Any
     ) -> Change[C]:
         check_arrays("cache", self)
-        # A function of the class and not a bound method: `jit` then finds the program of another
-        # cache of the same type.
+        # Pass a function of the class and not a bound method: caches of one type then share the
+        # programs of `jit`.
         return operate(operation, self, *arrays, overflow=self.spec.overflow, **static)
 
 

@@ -95,7 +95,7 @@ def readable(x: jax.Array) -> jax.Array:
 
     If the array is sharded over processes, this is a collective: call it in every process.
     """
-    # NumPy reads a replicated array from this process's own devices.
+    # NumPy can read these. A replicated array is whole on this process's own devices.
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return x
     assert isinstance(x.sharding, NamedSharding)

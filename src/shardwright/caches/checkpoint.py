@@ -23,7 +23,7 @@ from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
 from shardwright.vocabulary.read import refuse
 
-# Increase it if an older version could not read what this version writes.
+# Increase this number if an older version could not read what this version writes.
 _FORMAT = 1
 _WHAT = "saving and restoring caches"
 _BROKEN = (

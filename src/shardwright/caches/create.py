@@ -108,7 +108,7 @@ def init(
         if isinstance(manager.mesh, AbstractMesh) and not _jax.in_trace():
             raise constraint.no_devices()
     create = _create if _jax.in_trace() else _create_jitted
-    # The options are part of the key of `jit`: hashable, and in one order.
+    # The options are part of the key of `jit`, so pass them as a sorted tuple, which is hashable.
     cache: KVCache = create(cache_kind.make, spec, tuple(sorted(options.items())))
     return cache
 
@@ -125,7 +125,7 @@ def _create(
     return dataclasses.replace(cache, **fields)
 
 
-# Compiled, so that every device writes its own shards only.
+# Create inside `jit`, so that every device writes only its own shards.
 _create_jitted = functools.partial(jax.jit, static_argnums=(0, 1, 2))(_create)
 
 
@@ -140,7 +140,7 @@ _OTHER_NAMES = MappingProxyType(
 
 
 def _check_options(name: str, kind: CacheKind, options: Mapping[str, Any]) -> None:
-    # The first parameter is the spec.
+    # Leave out the first parameter of `make`, which is the spec.
     known = list(inspect.signature(kind.make).parameters)[1:]
     for option, value in options.items():
         if option not in known:

@@ -46,14 +46,14 @@ _MEANINGS = {
     Refusal.POSITIONS_MISSING: "the source lacks positions that this cache keeps",
 }
 
-# A condition per entry or slot, and the code where it holds.
+# A condition per entry or slot, and the code of the entries or slots for which it holds.
 ConditionalRefusal = tuple[jax.Array, Refusal]
 
 
 def first_refusal(*reasons: ConditionalRefusal) -> jax.Array:
     """Return int8 codes: the first reason whose condition holds, 0 where none does."""
     codes = jnp.zeros(reasons[0][0].shape, jnp.int8)
-    # The first reason is written last, over the others.
+    # Write the first reason last, so that it replaces the others.
     for condition, refusal in reversed(reasons):
         codes = jnp.where(condition, jnp.int8(refusal), codes)
     return codes

@@ -66,7 +66,7 @@ class RowCache(KVCache):
 
     def _append(self, k: jax.Array, v: jax.Array, valid: jax.Array | None) -> Change[Self]:
         spec, sharding = self.spec, self._sharding
-        # `operate` turns NumPy arrays into JAX's, except inside a trace.
+        # Convert NumPy arrays here, because `operate` does not convert them inside a trace.
         k, v = jnp.asarray(k), jnp.asarray(v)
         is_token = jnp.ones(k.shape[:2], bool) if valid is None else jnp.asarray(valid)
         is_token = sharding.place(is_token, (BATCH, EMPTY))
@@ -81,7 +81,7 @@ class RowCache(KVCache):
         rows = jnp.where(stored, positions.row_of(spec, token_positions), spec.capacity)
         buffers = scatter.append_rows(self._placed_buffers, self.encode(k, v), rows)
         length = jnp.where(overflows, self.length, after)
-        # Positions before this one are overwritten.
+        # `start` is the first position that has not been overwritten.
         start = None if self.start is None else jnp.maximum(self.start, length - spec.capacity)
         return self._changed(
             refusals.first_refusal((overflows, Refusal.OVERFLOW)),
@@ -100,12 +100,12 @@ class RowCache(KVCache):
         assert view.positions is not None
         row_positions = sharding.place(view.positions, (EMPTY, EMPTY))
         row_positions = jnp.where(row_positions < lengths[:, None], row_positions, -1)
-        # Replicate the positions. Otherwise their minimum would need a collective.
+        # Replicate the positions. Otherwise the minimum over them would need a collective.
         row_positions = sharding.place(row_positions, (EMPTY, EMPTY))
         first = jnp.zeros_like(lengths)
-        # A ring, or pages, may lack old positions. That matters only for positions that a query in
-        # this cache can still see. Replicate them: a minimum over sharded rows would need a
-        # collective.
+        # A ring, or pages, may lack old positions: `first` is the oldest position of the source.
+        # What is missing matters only from `needed` on, the first position that a query in this
+        # cache can still see.
         if source.spec.is_ring or not isinstance(source, RowCache):
             first = jnp.min(jnp.where(row_positions >= 0, row_positions, lengths[:, None]), axis=1)
         needed = positions.first_needed(spec, lengths)
@@ -190,7 +190,7 @@ class RowCache(KVCache):
 
     def _reorder(self, parents: jax.Array, *, group: int) -> Change[Self]:
         sharding = self._sharding
-        # A refused slot keeps its own sequence: it is its own parent.
+        # A refused slot keeps its own sequence, so make the slot its own parent.
         slots = sharding.place(jnp.arange(self.batch, dtype=jnp.int32), (BATCH,))
         parents = sharding.place(jnp.asarray(parents), (BATCH,))
         outside = refusals.outside_group(parents, slots, group=group)

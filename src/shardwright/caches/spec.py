@@ -44,7 +44,7 @@ class RowOrder:
                     fix=f"pass RowOrder(block=1, shards={self.shards}), or a larger block",
                 )
             return
-        # Otherwise blocks would be cut at the ends of shards, and two positions would share a row.
+        # Each shard must hold whole blocks. Otherwise two positions would share a row.
         if rows % (self.block * self.shards):
             raise CacheError(
                 f"{rows} rows do not divide into blocks of {self.block} on {self.shards} shards",
@@ -61,8 +61,8 @@ class RowOrder:
         """
         if self.block is None:
             return place
-        # Shard by shard in memory: block b is on shard b % shards, as block b // shards of that
-        # shard.
+        # Memory holds one shard after the other: block b is on shard b % shards, and is block b //
+        # shards of that shard.
         block, inner = place // self.block, place % self.block
         return (
             (block % self.shards) * (rows // self.shards)

@@ -79,7 +79,7 @@ def staged(path: str) -> Iterator[str]:
     os.makedirs(parent or ".", exist_ok=True)
     folder = tempfile.mkdtemp(prefix=f"{name}.saving-", dir=parent or ".")
     try:
-        # Inside of the new folder, because writers such as orbax create their folder themselves.
+        # Yield a path inside of the new folder, because orbax creates its own folder.
         new = os.path.join(folder, name)
         yield new
         # The operating system refuses to replace a folder that has files, so a folder that was

@@ -68,7 +68,7 @@ class SavedLeaf:
 
     def number(self) -> Any:
         """Return the value of a number."""
-        # bool("False") is True.
+        # Compare the text, because bool("False") is True.
         if self.dtype == "bool":
             return self.value == "True"
         return _NUMBERS[self.dtype](self.value)
@@ -139,8 +139,8 @@ def refusal(value: Any) -> tuple[str, str] | None:
         dtype = value.dtype
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return None
-        # Objects, texts and dates. V is left out: it is the kind of bfloat16, float8_e4m3fn and
-        # int4.
+        # Refuse objects, texts and dates. Allow the kind V, which bfloat16, float8_e4m3fn and int4
+        # have.
         if dtype.kind not in "OSUMm" and str(dtype) not in _NOT_WRITTEN:
             return None
         return f"the dtype {dtype} cannot be saved", "save numbers, bools and PRNG keys"
@@ -160,7 +160,7 @@ def refusal(value: Any) -> tuple[str, str] | None:
 def _saved_leaf(path: tuple[str, ...], value: Any) -> SavedLeaf:
     if not hasattr(value, "dtype"):
         name = _number_type(value)
-        # The plain number, because the text of a member of an `IntEnum` is its name.
+        # Write the plain number, because the text of a member of an `IntEnum` is its name.
         return SavedLeaf(
             path=path, kind=LeafKind.NUMBER, dtype=name, value=repr(_NUMBERS[name](value))
         )
@@ -337,7 +337,7 @@ def _misfit(leaf: SavedLeaf, target: Any, *, recut: bool) -> tuple[str, str] | N
     if not is_array:
         if leaf.kind is LeafKind.NUMBER and leaf.dtype == _number_type(target):
             return _enum_misfit(leaf, target)
-        # A move makes arrays of numbers.
+        # A saved scalar array fits a number, because a move turns numbers into arrays.
         if _scalar_type(leaf) == _number_type(target) and not isinstance(target, enum.Enum):
             return None
         return f"saved as {leaf}, and the target is {target!r}", "restore it as it was saved"
@@ -451,7 +451,7 @@ def _impl(dtype: str) -> str:
 
 
 _WIDE = ("int64", "uint64", "float64", "complex128")
-# tensorstore has no such types
+# dtypes that tensorstore does not have
 _NOT_WRITTEN = ("uint4", "uint2", "float96", "float128", "complex192", "complex256")
 _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 

@@ -228,7 +228,7 @@ def restore(
         why = "they were changed or damaged after they were saved"
         others = ", ".join(str(known) for known in steps(path) if known != number)
         fix = f"pass another step: {others}" if others else "save it again"
-        # TensorStore tells what the file system refused by a ValueError with this text.
+        # If the file system refuses a read, TensorStore raises a ValueError with this text.
         if isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error):
             why = "this program may not read the files"
             fix = "change their permissions, or restore as a user who may read them"

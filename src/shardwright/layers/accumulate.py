@@ -166,7 +166,7 @@ def accumulate(
         pairs, _ = jax.tree_util.tree_flatten_with_path(params)
         paths = [path_text(path) for path, _ in pairs]
         for path, (_, leaf) in zip(paths, pairs, strict=True):
-            # Its gradients arrive on the host, where they cannot be added.
+            # Gradients of a host parameter arrive on the host, where they cannot be added.
             if in_host_memory(leaf):
                 raise LayerError(
                     "the parameter is in host memory, and gradients are accumulated on the device",
@@ -232,7 +232,7 @@ class _AccumulationStep:
         else:
             sums, (sent, seen) = self._scan(params, batch, channel, key)
         loss, grads = sums
-        # Without a token that counts, total and gradients are 0.
+        # If no token counts, the total and its gradients are 0, and are divided by 1.
         divisor = jnp.where(loss.weight == 0, 1, loss.weight)
         leaves, structure = jax.tree.flatten(params)
         given = iter(grads)
@@ -250,16 +250,16 @@ class _AccumulationStep:
 
     def _deferrable(self, manager: PartitionManager, params: Any) -> frozenset[str]:
         """Return the mesh axes of the tokens, if LENGTH is sharded and its sums can be deferred."""
-        # Inside a `shard_map`, JAX cannot transpose a scan over layers that are reduced.
+        # Refuse Manual axes: in a `shard_map`, JAX cannot transpose a scan over reduced weights.
         mesh = _jax.ambient_mesh() or manager.mesh
         if set(mesh.axis_types) != {AxisType.Explicit}:
             return frozenset()
-        # All mesh axes divide this size.
+        # All mesh axes divide `mesh.size`, so only the rule of QUERY_LENGTH decides.
         found = manager.explain(QUERY_LENGTH, shape=(mesh.size,)).decisions
         length = [axis for decision in found for axis in decision.mesh_axes]
         tokens = {axis for axis in (*self.axes, *length) if manager.sizes[axis] > 1}
         stored = jax.tree.leaves(manager.shardings(params, self.specs))
-        # A weight that the loss gathers scatters its gradient over LENGTH in each microbatch.
+        # If the loss gathers a weight, each microbatch scatters its gradient: nothing is deferred.
         whole = self.once or not any(_part(each.spec, tokens).partitions for each in stored)
         return frozenset(tokens if whole and not tokens.issubset(self.axes) else ())
 
@@ -272,7 +272,7 @@ class _AccumulationStep:
         params = manager.shard(params, self.specs, role="param")
         batch = _by_examples(batch, self.axes, manager)
         given, refusals = (params, batch, channel, key), []
-        # A loss whose arrays have no LENGTH sums nothing over the mesh axes of LENGTH.
+        # JAX refuses to defer sums over the mesh axes of LENGTH if no array of the loss has LENGTH.
         for deferred in (self.deferred, self.deferred.intersection(self.axes)):
             try:
                 return dataclasses.replace(step, deferred=deferred)._scan(*given)
@@ -308,11 +308,11 @@ class _AccumulationStep:
             for leaf in annotated_leaves(params, self.specs)
         ]
         rows, whole = spec_of(self.axes), PartitionSpec()
-        # Over Explicit axes, `shard_map` refuses a batch that is sharded in another way.
+        # Over Explicit axes, `shard_map` refuses a batch that is not sharded as `in_specs` says.
         batch = _by_examples(batch, self.axes, manager)
 
         def on_shard(leaves: Any, batch: Any, channel: Any, key: Any) -> Any:
-            # The gradient of a weight that varies over devices is not summed over them.
+            # Let the weights vary over devices: JAX then does not sum their gradients here.
             params = jax.tree.unflatten(structure, _jax.vary_together(leaves, over=self.axes))
             # Under `largest_dim`, only the global shape tells along which dim a shard was cut.
             with context.INPUTS(inputs_of(dims, leaves, stored)):
@@ -372,7 +372,7 @@ class _AccumulationStep:
             weights = jax.tree.unflatten(structure, leaves)
         zero = _jax.vary_together(jnp.zeros(()), over=self.axes)
         start = Weighted(zero, zero), [_zeros(leaf) for leaf in self._pick(weights)]
-        # The microbatches are cut from the batch of a device, without sending an example.
+        # Cut the microbatches from the examples of each device, so that no example is sent.
         parts = jax.tree.map(self._cut, batch)
         with contextlib.nullcontext() if inner is None else inner:
             (loss, sums), others = jax.lax.scan(
@@ -434,8 +434,8 @@ class _AccumulationStep:
         """Return a key for each microbatch of this device."""
         if key is None:
             return None
-        # Device d folds in the numbers from d * n on, so no two microbatches of a step have one
-        # key.
+        # Device d folds in the numbers from d * n to d * n + n - 1, so no two microbatches of a
+        # step have the same key.
         first = jax.lax.axis_index(self.axes) * self.n if self.axes else 0
         return jax.vmap(functools.partial(jax.random.fold_in, key))(first + jnp.arange(self.n))
 
@@ -445,7 +445,7 @@ class _AccumulationStep:
         # last microbatch. So the gradients and the fp8 scales do not depend on the mesh or on n.
         differentiated = jax.value_and_grad(self._total, (0, 3), has_aux=True)
         if not self.once and not self.deferred:
-            # Otherwise XLA gathers the weights before the loop, and holds all of them.
+            # Without this barrier, XLA gathers all weights before the loop, and holds all of them.
             part, *rest = microbatch
             weights, part = jax.lax.optimization_barrier((weights, part))
             microbatch = part, *rest

@@ -45,7 +45,7 @@ def _sigmoid_linear(x: Any, alpha: float) -> Any:
     return x * jax.nn.sigmoid(alpha * x)
 
 
-# Each is a function of an array and the constants of clamping.
+# Each activation is a function of an array and the constants of clamping.
 ACTIVATIONS: Final[Mapping[str, Callable[[Any, Clamp], Any]]] = MappingProxyType(
     {
         # The default of JAX, TransformerEngine and GPT-2. Hugging Face calls it "gelu_new" or
@@ -104,7 +104,7 @@ def gated(names: Sequence[str], x: Any, *, axis: int = -2, clamp: Clamp = CLAMP)
             path="x",
             fix="pass one slice per activation",
         )
-    # Index, rather than `jnp.split`, removes the dim from the slices and so from their product.
+    # Indexing removes the dim of activations from the slices. `jnp.split` would keep it.
     parts = [
         ACTIVATIONS[name](jax.lax.index_in_dim(x, at, axis, keepdims=False), clamp)
         for at, name in enumerate(names)
@@ -123,7 +123,7 @@ def _read_names(name: str, values: Any) -> tuple[Any, Faults]:
     return tuple(value for value, _ in read), [fault for _, faults in read for fault in faults]
 
 
-# A name in upper or lower case, and several.
+# ACTIVATION reads one name in upper or lower case, and NAMES reads several.
 _KNOWN: Final = one_of(ACTIVATIONS)
 ACTIVATION: Final = FieldKind(_read_name)
 NAMES: Final = FieldKind(_read_names)

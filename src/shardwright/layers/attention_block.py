@@ -127,7 +127,7 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         read_fields(self, error=LayerError)
-        # The class is frozen, because a config is hashed as a static value under `jit`.
+        # The class is frozen, because `jit` hashes a config. So set fields by `object.__setattr__`.
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         divides = self.head_dim is not None or not self.embed % self.heads
@@ -303,7 +303,7 @@ def apply(
     if encoded is not None or encoded_segment_ids is not None:
         _check_encoded(config, encoded, encoded_segment_ids, cache, given)
     if encoded_segment_ids is not None:
-        # Without ids of their own, all tokens see the rows of `encoded` that have the id 1.
+        # Tokens without segment ids get the id 1, so they see the rows of `encoded` with the id 1.
         own = jnp.ones(x.shape[:2], jnp.int32) if segment_ids is None else segment_ids
         given |= {"segment_ids": own, "kv_segment_ids": encoded_segment_ids}
     check_params(described, params, path=path, create="attention_block.specs(config)")
@@ -380,7 +380,7 @@ def _project(
     for name in (*query, *pair):
         y = ys[name]
         if name != "value" and config.qk_norm is not None:
-            # Before the rotation, as in Qwen 3 and Gemma 3.
+            # Normalize q and k before the rotation, as in Qwen 3 and Gemma 3.
             y = norm.apply(config.qk_norm, weights[f"{name}_norm"], y)
         if name != "value" and config.rope_theta is not None:
             y = _rotate(config.rope_theta, y, positions)

@@ -33,16 +33,16 @@ def closed_over_keys(function: Callable[..., Any]) -> list[str]:
             named.update(part.keywords)
             part = part.func
         part = inspect.unwrap(part)
-        part = getattr(part, "__func__", part)  # of a method
+        part = getattr(part, "__func__", part)  # the function of a method
         if isinstance(part, types.FunctionType) and id(part) not in known:
-            # Functions may name each other in a circle.
+            # Search a function once, because functions may name each other in a circle.
             known.add(id(part))
             home = part.__globals__ if home is None else home
             # Functions of other modules, such as those of a library, are not searched.
             if part.__globals__ is home:
                 named.update(_captured(part))
         for name, value in named.items():
-            # A NumPy array of two uint32 is data, such as a size. JAX makes keys as its own arrays.
+            # A NumPy array of two uint32 is data, such as a size: only a JAX array can be a key.
             if isinstance(value, jax.Array):
                 if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) or as_key(value) is not None:
                     found.append(name)
@@ -58,10 +58,10 @@ def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """
     code, cells = function.__code__, function.__closure__ or ()
     for name, cell in zip(code.co_freevars, cells, strict=True):
-        if cell != types.CellType():  # else its variable is assigned later
+        if cell != types.CellType():  # skip a variable that is assigned later
             yield name, cell.cell_contents
     codes = [code]
-    for inner in codes:  # grows: functions that this one defines
+    for inner in codes:  # the loop body appends the functions that this one defines
         codes += [constant for constant in inner.co_consts if isinstance(constant, types.CodeType)]
         for instruction in dis.get_instructions(inner):
             if instruction.opname == "LOAD_GLOBAL":

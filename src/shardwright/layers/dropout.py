@@ -41,8 +41,8 @@ def dropout(x: Any, key: Any, rate: float, *, shared: Sequence[int] = ()) -> Any
         )
     broadcast = {dim % x.ndim for dim in shared}
     shape = tuple(1 if dim in broadcast else size for dim, size in enumerate(x.shape))
-    # With `jax_threefry_partitionable`, the default of JAX, each element has the bits of its global
-    # place.
+    # With `jax_threefry_partitionable`, the default of JAX, the random bits of an element depend
+    # only on the key and its global index.
     keep = jax.random.bernoulli(key, 1 - rate, shape)
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
 

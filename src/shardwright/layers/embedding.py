@@ -90,7 +90,7 @@ def _on_shards(manager: PartitionManager, vocab: int, tokens: Any) -> Any:
             path="tokens",
             fix=f"give VOCAB or {' and '.join(map(axis_label, TOKENS))} a rule without {both[0]}",
         )
-    # A `shard_map`, because JAX refuses an index into a dim that Explicit axes shard.
+    # Use a `shard_map`: JAX refuses an index into a dim that Explicit axes shard.
     return manager.remember(
         ("embedding", names),
         lambda: manager.shard_map(

@@ -105,7 +105,7 @@ def _has_shape(value: Any, spec: Any, path: str | None) -> bool:
     manager = context.current()
     if manager is None:
         return False
-    # The shape of the spec is global, so it resolves as outside of the `shard_map`.
+    # `spec.shape` is global, so the weight resolves as it does outside of the `shard_map`.
     request = ShardingRequest(spec.axes, spec.shape, None, Role.PARAM, path)
     manual = manager.manual_axes(_jax.ambient_mesh())
     return any(manual.intersection(each.mesh_axes) for each in manager.answer(request).decisions)

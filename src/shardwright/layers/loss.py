@@ -162,7 +162,7 @@ def cross_entropy(
     read_value("dtypes", dtypes, DTYPES, error=LayerError)
     given, (x, head) = labels, _read_operands(x, head, tied)
     labels = read_array("labels", labels, "[batch, length]", integers=True)
-    # Its gradients underflow.
+    # Refuse float16: small gradients underflow in it.
     if jnp.float16 in (x.dtype, dtypes.compute):
         raise LayerError(
             "float16 needs loss scaling, which does not exist here: small gradients would become 0",
@@ -225,13 +225,13 @@ def _use_head(x: Any, head: Any, tied: bool, path: str | None) -> Any:
 def _logits(
     x: Any, weight: Any, tied: bool, cap: float | None, vocab: int | None = None
 ) -> jax.Array:
-    # In float32, `_matmul_jvp` would equal the derivative of JAX.
+    # float32 needs no custom derivative: `_matmul_jvp` would equal the derivative of JAX.
     values = (_einsum if x.dtype == jnp.float32 else _matmul)(x, weight, tied)
     if cap is not None:
         values = cap * jnp.tanh(values / cap)
     if vocab is None:
         return values
-    # Hide them after the softcap, whose tanh would turn -inf into -c.
+    # Hide padded rows after the softcap, because its tanh would turn -inf into -c.
     number = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2)
     return jnp.where(number < vocab, values, -jnp.inf)
 
@@ -249,7 +249,7 @@ def _matmul_jvp(tied: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax
     float32, at half the speed and less, and the cotangent takes twice the memory.
     """
     (x, weight), (dx, dweight) = primals, tangents
-    # A frozen head has no tangent.
+    # Leave out the term of a frozen head, which has no tangent.
     terms = [
         _einsum(*pair, tied, dtype=x.dtype)
         for pair in ((dx, weight), (x, dweight))
@@ -259,7 +259,7 @@ def _matmul_jvp(tied: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax
 
 
 def _einsum(x: Any, weight: Any, tied: bool, *, dtype: Any = jnp.float32) -> jax.Array:
-    # The loss is a logsumexp minus a logit. In bfloat16, each would have two or three digits.
+    # Compute logits in float32: the loss subtracts a logit, and bfloat16 has two or three digits.
     values: jax.Array = einsum(
         "ble,ve->blv" if tied else "ble,ev->blv",
         x,
@@ -274,7 +274,7 @@ def _sums(values: Any, labels: Any, ignore: int) -> tuple[jax.Array, jax.Array, 
     """Return the sums of cross-entropy and squared logsumexp, and the number of tokens."""
     counts = (labels != ignore) & (labels >= 0)
     total = jax.nn.logsumexp(values, axis=-1)
-    # A comparison, not an index: an index into a sharded vocabulary would gather the logits.
+    # Compare instead of indexing: an index into a sharded vocabulary would gather the logits.
     is_label = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2) == labels[..., None]
     # A select and not a product with 0 and 1: the logits of padded rows are -inf, and 0 * -inf is
     # NaN.
@@ -297,7 +297,7 @@ def _by_chunks(sums: Any, x: Any, labels: Any, weight: Any, chunks: int) -> Any:
     # Without `jax.checkpoint`, the scan would keep the logits of every chunk for the backward pass.
     @jax.checkpoint
     def step(carry: Any, at: Any) -> tuple[Any, None]:
-        # The scan would take chunks as `xs` only along dim 0, and x would be copied in that order.
+        # Index the chunks: as `xs` of the scan they would have dim 0, and x would be copied for it.
         part = sums(
             jax.lax.dynamic_index_in_dim(x, at, 2, keepdims=False),
             jax.lax.dynamic_index_in_dim(labels, at, 2, keepdims=False),

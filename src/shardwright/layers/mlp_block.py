@@ -87,8 +87,8 @@ def specs(config: MlpConfig) -> dict[str, Any]:
     embed, hidden = (EMBED, config.embed), (MLP_INTERMEDIATE, config.hidden)
     count = len(config.activations)
     tree = {
-        # The dim of activations is before that of hidden elements, so a shard of these has its part
-        # of every activation, and their product sends nothing.
+        # Put the dim of activations before the hidden dim. Then a shard of the hidden dim has its
+        # part of every activation, such as gate and up, and their product sends nothing.
         "up": projection.specs([embed], [(EMPTY, count), hidden], **options),
         "down": projection.specs([hidden], [embed], **options),
     }

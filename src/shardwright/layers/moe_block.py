@@ -95,5 +95,5 @@ def apply(
     y, state = moe.apply(
         config.moe, params["moe"], x, keys=keys, state=state, path=path_of(path, "moe"), valid=valid
     )
-    # The name of an MLP's result, so that the remat policy "blocks" keeps both.
+    # Name the result as an MLP names its own, so that the remat policy "blocks" keeps it too.
     return checkpoint_name(place(y, RESIDUAL), "mlp_down"), state

@@ -107,7 +107,7 @@ def layer_norm(
     _check(x, scale=scale, bias=bias)
     wide = jnp.asarray(x).astype(jnp.float32)
     mean = jnp.mean(wide, axis=-1, keepdims=True)
-    # Two passes: E[x^2] - mean^2 loses all digits if the mean is large beside the deviation.
+    # Use two passes: E[x^2] - mean^2 loses all digits if the mean is far above the deviation.
     variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
     scale = jnp.asarray(scale).astype(jnp.float32) + (1 if zero_centered else 0)
     y = reduced.multiply((wide - mean) * jax.lax.rsqrt(variance + epsilon), scale)
@@ -151,8 +151,8 @@ def _check(x: Any, **params: Any) -> None:
                 path=name,
                 fix=f"pass {name} of shape {size}, one value per element of the last dim",
             )
-    # The mean of a shard of EMBED is not that of the whole dim. If the scale does not vary over
-    # these mesh axes, the scale and the last dim of `x` are whole.
+    # The mean over a shard of EMBED is not the mean over the whole dim. If the scale does not vary
+    # over these mesh axes, the scale and the last dim of `x` are whole.
     split = split_over(size, (EMBED,))[0]
     if not split or not _jax.tracks_varying():
         return

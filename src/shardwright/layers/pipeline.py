@@ -174,7 +174,7 @@ def _lead(params: Any, specs: Any, repeats: int) -> tuple[int, ...]:
                 fix=fix,
             )
             for (path, spec), array in zip(leaves, arrays, strict=True)
-            # Inside of a `shard_map`, the other dims are those of a shard.
+            # Compare leading dims only: in a `shard_map`, other dims have the size of a shard.
             if np.shape(array)[:depth] != first
             or spec.shape[:depth] != first
             or (depth == 2 and first[0] != repeats)

@@ -277,7 +277,7 @@ class _OneFOneB:
             (_zeros(self.weights), _zeros(self.of_head)),
             jnp.float32(0),
         )
-        # [tick, stage], -1 for none
+        # Both arrays hold the number of a microbatch by [tick, stage], or -1 for none.
         ahead, behind = (
             np.array([[-1 if each is None else each for each in row] for row in numbers])
             for numbers in (
@@ -299,7 +299,7 @@ class _OneFOneB:
         first = (2 * stages - 2) % (count // stages)
         turned = [jnp.roll(leaf, -first, 0)[None] for leaf in _split(stream)[0]]
         outputs = jax.tree.map(
-            # Stage s has worked from tick s on.
+            # Stage s runs its first microbatch in tick s.
             lambda *parts: jax.lax.dynamic_slice_in_dim(jnp.concatenate(parts), self.me, count),
             *of_scans,
         )

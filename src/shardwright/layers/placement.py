@@ -78,7 +78,7 @@ def split_over(
     policy = manager.rules.policy
     added = policy.largest_dim
     if role is Role.USE and added is not None and {*added.mesh_axes} <= {*policy.gather}:
-        # The dim that `largest_dim` shards depends on global sizes, and in use that dim is whole.
+        # Leave `largest_dim` out: it chooses a dim by global sizes, and in use that dim is whole.
         rules = dataclasses.replace(
             manager.rules, policy=dataclasses.replace(policy, largest_dim=None)
         )

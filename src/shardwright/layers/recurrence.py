@@ -63,7 +63,7 @@ class _LinearScan:
         before = jax.lax.axis_index(self.over) + (1 if self.reverse else -1)
         is_first = (before < 0) | (before >= len(left))
         entering = jnp.where(is_first, 0, left[jnp.clip(before, 0, len(left) - 1)])
-        # The state of the first shard is 0, and the recurrence never reads its first coefficient.
+        # The state that enters the first shard is 0, and its first coefficient is never read.
         return jnp.where(is_first, h, h + product * entering), entering
 
     def _end(self, array: jax.Array) -> jax.Array:
@@ -169,8 +169,8 @@ def _planned(annotation: Any, shape: tuple[int, ...], reverse: bool) -> _LinearS
     return _LinearScan(dim=dim, reverse=reverse, over=over, spec=spec, mesh=mesh)
 
 
-# The derivative is written by hand, because that of `associative_scan` stores each of its levels.
-# The custom_vjp is outside of the shard_map for the reasons in `attention/parts/shards.py`.
+# This derivative is written by hand, because JAX's own derivative of `associative_scan` stores each
+# level. The custom_vjp is outside of the shard_map, as in `attention/parts/shards.py`.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear_scan(scan: _LinearScan, a: jax.Array, x: jax.Array) -> jax.Array:
     def local(a: jax.Array, x: jax.Array) -> jax.Array:

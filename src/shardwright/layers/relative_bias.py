@@ -88,7 +88,7 @@ def apply(
     """
     heads, buckets = (*np.shape(table), 0, 0)[:2] if np.ndim(table) == 2 else (0, 0)
     fits = heads == config.heads or (
-        # The bias of a head does not need the other heads.
+        # A shard of the heads fits too: the bias of a head does not need other heads.
         heads
         and not config.heads % heads
         and is_shard((heads, buckets), (HEAD, EMPTY), role=Role.USE)

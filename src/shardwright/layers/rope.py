@@ -91,8 +91,8 @@ def rope(
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     if scale != 1:
         sin, cos = sin * scale, cos * scale
-    # A point pairs elements of the two halves, as in GPT-NeoX and in the checkpoints of Hugging
-    # Face. Su et al. pair neighbors, which is the same up to a permutation of head_dim.
+    # Rotate element i of the first half with element i of the second half, as GPT-NeoX and Hugging
+    # Face do. Su et al. rotate neighbors, which is the same up to a permutation of head_dim.
     first, second = (x[..., at : at + half].astype(jnp.float32) for at in (0, half))
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     rotated = rotated.astype(x.dtype)

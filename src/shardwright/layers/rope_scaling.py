@@ -118,9 +118,9 @@ def _linear(f: Any, theta: float, values: _Values) -> _ScaledRope:
 def _llama3(f: Any, theta: float, values: _Values) -> _ScaledRope:
     factor, first = values.number("factor"), values.number(_FIRST)
     low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
-    rotations = first * f / (2 * math.pi)  # of each point in the first context
-    # The clip has the outer branches of Meta's code: more than `high` rotations keep f, fewer than
-    # `low` divide it by the factor.
+    rotations = first * f / (2 * math.pi)  # of each frequency, over the original context
+    # `clip` stands for two branches of Meta's code: more than `high` rotations keep f, and fewer
+    # than `low` divide f by the factor.
     kept = np.clip((rotations - low) / (high - low), 0, 1)
     return kept * f + (1 - kept) * f / factor, 1.0
 
@@ -141,7 +141,7 @@ def _yarn(f: Any, theta: float, values: _Values) -> _ScaledRope:
     low, high = point(fast), point(slow)
     if values.pop("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    # The upper bound is head_dim - 1, as in `transformers`, although there are half as many points.
+    # The upper bound is head_dim - 1, as in `transformers`, although f has head_dim / 2 entries.
     low, high = max(low, 0), min(high, 2 * points - 1)
     # `transformers` divides by 0.001 too if both bounds are equal.
     slower = np.clip((np.arange(points) - low) / (high - low or 0.001), 0, 1)

@@ -189,17 +189,17 @@ class Stages:
         ]
         run: Any = jax.shard_map(
             on_stage,
-            # Under `auto_axes`, the ambient mesh has other axis types.
+            # Pass no mesh under `auto_axes`, where the ambient mesh has other axis types.
             mesh=None if rest else constraint.mesh_here(self.cut.manager.mesh, _jax.ambient_mesh()),
             in_specs=tuple(PartitionSpec(*first) for first in entries),
             out_specs=out_specs,
             axis_names={STAGES},
-            # With it on, a nested `shard_map` fails in the verifier of JAX 0.12.
+            # With check_vma on, a nested `shard_map` fails in the verifier of JAX 0.12.
             check_vma=False,
         )
         if rest:
             # JAX 0.10 gathers the arguments and results of a `shard_map` over its other mesh axes
-            # if these are Explicit. So they are Auto around it.
+            # if these are Explicit. So make the other mesh axes Auto around it.
             is_explicit = kinds[STAGES] is AxisType.Explicit
             out_sharding = [spec if is_explicit else PartitionSpec() for spec in out_specs]
             for at_result, arrays in enumerate(like):
@@ -232,7 +232,7 @@ class Stages:
         stream = jax.tree.map(lambda leaf: leaf[0], stream)
         rows = jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), rows)
         me, own = jax.lax.axis_index(STAGES), count // stages
-        # A microbatch comes back to stage 0 after S ticks, and runs there again after m.
+        # A microbatch comes back to stage 0 after S ticks, and runs there again after m ticks.
         waits = count - stages + 1
         back = [(stage, stage - 1) for stage in range(1, stages)]
         on = [(stage, stage + 1) for stage in range(stages - 1)]
@@ -280,7 +280,7 @@ class Stages:
         self, stack: Any, rows: Any, keys: Any, chunk: Any, microbatch: Any, x: Any, streamed: Any
     ) -> tuple[Any, Any]:
         """Run a chunk of the layers of a stage on one microbatch."""
-        # Otherwise XLA gathers the weights before the first tick, and holds all of them.
+        # Without this barrier, XLA gathers all weights before the first tick, and holds them.
         stack, x = jax.lax.optimization_barrier((stack, x))
         if self.repeats > 1:
             stack = at(stack, chunk)

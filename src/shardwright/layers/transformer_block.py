@@ -501,7 +501,7 @@ def _scan(
         given["cross"] = {**given["cross"], "encoded": inputs.streamed}
         for at, (tree, *own) in enumerate(zip(trees, *inputs.per_layer, strict=True)):
             run_layer = _layer(config, at, path_of(path, at), given)
-            # The number of the layer is traced, so a layer has the same keys as without `scan`.
+            # Number layers over the whole stack: a layer then has the same keys as without scan.
             keys = _keys(config, inputs.keys, inputs.number * count + at)
             x, _, state = run_layer(tree, x, keys, None, tuple(own))
             after.append(state)
@@ -552,7 +552,7 @@ def _layer(config: TransformerConfig, number: int, path: str | None, given: Any)
     policy = remat_policy(config.remat)
     if policy is None:
         return run
-    # A scan is a barrier that keeps XLA from merging the second computation with the first.
+    # In a scan, XLA cannot merge the recomputation with the first computation anyway.
     return jax.checkpoint(run, policy=policy, prevent_cse=not config.scan)
 
 

@@ -42,7 +42,7 @@ PATIENCE_S: Final = 300.0
 CROSSING_S: Final = 3.0
 MOST_PROBLEMS: Final = 10
 _MOST_RANKS: Final = 10
-# Calls of a topic whose keys stay in the store.
+# Number of the latest calls of a topic whose keys stay in the store.
 _KEPT: Final = 4
 # Seconds to wait for the values of another process, after the digests differ.
 _FACTS_S: Final = 4.0

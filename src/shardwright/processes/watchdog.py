@@ -33,7 +33,7 @@ _ROOM: Final = f"{ROOT}/watchdog"
 _MAIN_BUSY: Final = 0.005
 # Share of a processor above which the process counts as busy. Compilers work in other threads.
 _PROCESS_BUSY: Final = 0.05
-# Characters of the lines of a program, in a beat.
+# Largest number of characters of a program's lines in a beat.
 _MOST_PLACE: Final = 200
 _GRACE: Final = 0.3  # seconds that the others get to end, after all of them have left
 
@@ -317,8 +317,8 @@ class Watchdog(threading.Thread):
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         jax_error = isinstance(error, jax.errors.JaxRuntimeError)
         self._exit = {"state": _State.RAISED, "text": text, "jax_error": jax_error}
-        # Otherwise JAX would wait here for processes that wait for this one. The thread of the
-        # watchdog ends this process.
+        # Wait for the watchdog's thread, which ends this process. Otherwise JAX would wait here for
+        # processes that wait for this one.
         self.join(self._seconds + 4 * self._interval)
         os._exit(1)
 

@@ -63,8 +63,8 @@ def sends_of(source: DeviceGrid, target: DeviceGrid) -> tuple[Send, ...]:
             )
             candidates = holders[holder]
             stays = own in candidates
-            # Of several devices with equally few sent units, the nearest one sends. So devices with
-            # the same block send in a ring.
+            # Among the candidates that have sent the fewest units, the nearest one sends. So
+            # devices with the same block send in a ring.
             sender = (
                 own
                 if own is not None and stays

@@ -94,7 +94,7 @@ def plan_moves(
     total = math.prod(shape) * itemsize
     best: dict[AxesByDim, tuple[int, int]] = {source: (0, 0)}
     last_move: dict[AxesByDim, Move] = {}
-    # Of equal plans, the one that was found first is taken. Its order is the same on every host.
+    # Of plans with equal costs, the first found is taken. The order is the same on every host.
     queue: list[tuple[int, int, int, AxesByDim]] = [(0, 0, 0, source)]
     discovered = 0
     while queue:

@@ -23,7 +23,7 @@ from shardwright.reshard.pieces import Pieces
 from shardwright.reshard.route import Route, Way, schedule, unit_shape
 from shardwright.reshard.run import run_moves
 
-# Enough for a large model that moves back and forth between a few strategies.
+# Number of programs to keep: enough for a large model that moves between a few strategies.
 _PROGRAMS = 1024
 
 

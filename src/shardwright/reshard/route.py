@@ -284,7 +284,7 @@ def common_axes(source: DeviceGrid, target: DeviceGrid) -> CommonAxes | None:
     cuts = sorted({1, len(target.devices), *(cut for span in spans for cut in span)})
     if any(upper % lower for lower, upper in pairwise(cuts)):
         return None
-    # Major first, each as (stride, stride of the next larger axis).
+    # `parts` are (stride, stride of the next larger axis), the major axis first.
     parts = [(lower, upper) for lower, upper in pairwise(cuts)][::-1]
     names = _names(target, target_strides, parts)
     return CommonAxes(

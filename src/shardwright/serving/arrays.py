@@ -44,7 +44,7 @@ _clear = jax.jit(steps.clear, donate_argnums=0)
 _clear_slots = jax.jit(steps.clear_slots, donate_argnums=0)
 _prefill_pages = jax.jit(steps.prefill_pages, static_argnums=(0, 1), donate_argnums=(2, 3))
 _decode_pages = jax.jit(steps.decode_pages, static_argnums=(0, 1, 2), donate_argnums=(3, 4))
-# Used in place of a latest token that the host does not know.
+# Stands for a latest token that is on the devices and that the host does not know.
 ON_DEVICE: Final = -1
 
 
@@ -104,7 +104,7 @@ class RefusalCodes:
 
     def fetch(self) -> Any:
         """Return `[rows]` codes; 0 if no copy was refused. Wait for them."""
-        # 0 means that nothing was refused, so the maximum keeps every refusal.
+        # 0 means that nothing was refused, and other codes are larger, so take the maximum.
         return functools.reduce(np.maximum, map(np.asarray, self.parts))
 
 
@@ -557,12 +557,12 @@ class PageArrays(Arrays):
             return on_device(last, self._setup.device)
 
     def _batch(self, count: int, sequences: Mapping[int, SequenceState]) -> PagedBatch:
-        # The number of pages means "no page".
+        # In a table, the number of all pages means "no page".
         tables = np.full((count, self._columns), self.pages, np.int32)
         state = np.zeros((3, count), np.int32)
         for at, each in sequences.items():
             pages = np.asarray(each.pages, np.int32)
-            # JAX wraps negative numbers, so NO_PAGE must not reach the devices.
+            # JAX counts negative indices from the end, so NO_PAGE must not reach the devices.
             tables[at, : len(pages)] = np.where(pages == NO_PAGE, self.pages, pages)
             state[:, at] = each.length, each.last, each.index
         rules = rules_of(

@@ -140,7 +140,7 @@ def _free_bytes(setup: Setup, percent: int, memory: Any) -> int:
         return min(limit * percent // 100 - held[device] for device in devices)
     free = []
     for device in devices:
-        # None on CPUs, which report nothing.
+        # `memory_stats` returns None on CPUs.
         stats = device.memory_stats() or {}
         if "bytes_limit" not in stats:
             raise ServingError(

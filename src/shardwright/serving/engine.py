@@ -230,7 +230,7 @@ class Engine:
           ServingError: The request could never be served.
           QueueFullError: The queue is full. Try again after a `step`.
         """
-        # One lock covers the number and the place in the queue, because both have the same order.
+        # One lock covers number and queue: a request with a lower number is also queued earlier.
         with self._lock.order:
             try:
                 self._check(request)
@@ -239,7 +239,7 @@ class Engine:
                 self._meter.refused += 1
                 raise
             job = Job(number=next(self._numbers), request=request)
-            # Count it first: another thread may serve the request as soon as it is in the queue.
+            # Count the request first: another thread may serve it as soon as it is in the queue.
             self._meter.submitted(job.number)
             self._scheduler.submit(job)
             self._lock.calls.submitted(job.number, request)

@@ -235,7 +235,7 @@ class Loop:
         chunks = self.scheduler.chunks()
         if not chunks:
             return
-        # The other rows may hold tokens of an earlier prompt. Prefill empties them.
+        # `kept` are rows that continue a prompt. Prefill empties the others of their old tokens.
         kept = [row for row, job in self.scheduler.rows.items() if job.read]
         # A job that was preempted already has its next token, so prefill draws none for it.
         first = {
@@ -281,7 +281,7 @@ class Loop:
         for chunk in chunks:
             job, row, is_first = chunk.job, chunk.row, chunk.row in first
             job.in_flight -= is_first
-            # A code fails the job after every chunk.
+            # The code of an error fails the job after any chunk, not only after the last one.
             if job.completion is None and (is_first or sampled.tokens[row] < 0):
                 self._take(job, sampled.tokens[row], sampled.logprobs[row], now)
 
@@ -343,7 +343,7 @@ class Loop:
         if not jobs:
             return
 
-        # Slots keep this on the devices, so compute it only for pages.
+        # Only pages call this function: slots keep the state of their sequences on the devices.
         def sequences() -> Mapping[int, SequenceState]:
             return {slot: self._sequence(job) for slot, (job, _) in jobs.items()}
 
@@ -367,12 +367,12 @@ class Loop:
             job.used(version)
             counts.append(count)
             for at in range(count):
-                # A stop sequence or an error may end it.
+                # A stop sequence or an error may have ended the job at an earlier token.
                 if job.completion is None:
                     self._take(job, sampled.tokens[at][slot], sampled.logprobs[at][slot], now)
-            # Its new full pages may be shared now, because their tokens are known.
+            # New full pages of the job may be shared now, because their tokens are known.
             self.scheduler.wrote(job)
-        # List the jobs: `_settle` reads a call only if one of its jobs has not ended.
+        # `counts` is not empty: `_settle` reads a call only if one of its jobs has not ended.
         self.meter.decode_steps += max(counts)
         self.meter.slot_steps += sum(counts)
 

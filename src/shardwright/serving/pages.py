@@ -14,7 +14,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-# The number in a table in place of a page that was given back.
+# Entry of a table in place of a page that was given back.
 NO_PAGE = -1
 PageKey = tuple[int, ...]
 
@@ -101,7 +101,7 @@ class Pages:
         while read % self.size == 0 and read + self.size < len(tokens):
             column = read // self.size
             node = table.node.children.get(tuple(tokens[read : read + self.size]))
-            # A table with unwritten pages would have to give them back first.
+            # Adopt no page for a table with unwritten pages: it would have to give them back first.
             if node is None or column != table.shared or column != len(table.pages):
                 break
             self.prefixes.use(node.page)

@@ -88,7 +88,7 @@ def _read_tokens(name: str, given: Any) -> tuple[tuple[int, ...], Faults]:
 
 def _read_stop(name: str, stop: Any) -> tuple[tuple[tuple[int, ...], ...], Faults]:
     """Return tokens, and sequences of tokens, as sequences."""
-    # Tokens that a program computes are arrays.
+    # Accept arrays too, because tokens that a program computes are arrays.
     is_array = isinstance(stop, (np.ndarray, jax.Array)) and stop.ndim
     if isinstance(stop, (str, bytes)) or not (is_array or isinstance(stop, Sequence)):
         what = f"{name}={quoted(stop)} is not a list"

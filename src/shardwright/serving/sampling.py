@@ -97,11 +97,11 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """
     logits = logits.astype(jnp.float32)
     top = jnp.max(logits, axis=-1)
-    # A sum over the vocabulary, because Explicit axes have no gather along rows.
+    # Select by a sum over the vocabulary, because Explicit axes have no gather along rows.
     is_token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == tokens[:, None]
     chosen = jnp.sum(jnp.where(is_token, logits, 0), axis=-1)
-    # The same roundings as in `jax.nn.log_softmax`, which would compute this for the whole
-    # vocabulary.
+    # Round as `jax.nn.log_softmax` does. That function would compute the whole vocabulary, and not
+    # only the chosen token.
     return (chosen - top) - jnp.log(jnp.sum(jnp.exp(logits - top[:, None]), axis=-1))
 
 

@@ -86,7 +86,7 @@ class Scheduler:
         admitted = []
         while self.queue:
             slot, job = self._free_slot(), self.queue[0]
-            # A smaller request behind it might fit, but then a large request might wait forever.
+            # A smaller request behind this one might fit, but then this one might wait forever.
             if slot is None or not self.space.fits(job, self.slots.values()):
                 break
             self.queue.popleft()
@@ -138,7 +138,7 @@ class Scheduler:
             if job.row is not None:
                 job.read = self.space.adopt(job)
                 self._grow(job, min(job.read + self.limits.chunk, len(job.reading)))
-        # An older job may have preempted a younger one.
+        # Ask `_prefilling` again, because an older job may have preempted a younger one.
         return [
             Chunk(job=job, row=job.row, tokens=job.reading[job.read : job.read + self.limits.chunk])
             for job in self._prefilling()
@@ -249,7 +249,7 @@ class Scheduler:
         self._leave(job)
         job.phase = Phase.DONE
         job.complete(finish, error)
-        # The loop counts it later, because `cancel` may be called in the middle of a step.
+        # The loop counts ended jobs later, because `cancel` may be called within a step.
         self._ended.append(job)
 
     def fail(self, job: Job, error: Exception) -> None:
@@ -309,7 +309,7 @@ class Scheduler:
     def _preempt(self, job: Job) -> None:
         self._leave(job)
         job.phase, job.read = Phase.QUEUED, 0
-        # Insert it in order of arrival, so that later requests do not overtake it.
+        # Insert the job in order of arrival, so that later requests do not overtake it.
         at = sum(each.number < job.number for each in self.queue)
         self.queue.insert(at, job)
         self.preempted += 1

@@ -202,7 +202,7 @@ def prefill(
       of a row without tokens.
     """
     count = tokens.shape[0]
-    # `count` is out of range: a row that continues a prompt is not emptied.
+    # A row that continues a prompt is not emptied: it gets the number `count`, which is no row.
     empty = jnp.where(entries[1] > 0, count, jnp.arange(count, dtype=jnp.int32))
     # Empty rows in the same program, so that a new prompt needs no extra call.
     return _read_chunk(model, clear(rows, empty), params, tokens, entries[0], rules)
@@ -237,7 +237,7 @@ def insert(
     """
     mode = slots.caches[0].spec.mode
     into, first = replicated((entries[0], entries[1]), mode)
-    # A code instead of a token: the host will read it, and end the request.
+    # Replace the code of an error by token 0: the host will read the code, and end the request.
     first = jnp.maximum(jnp.where(first < 0, replicated(following.tokens, mode), first), 0)
     caches, codes = _replaced(slots.caches, source, into)
     refused = replicated(codes, mode)
@@ -285,8 +285,8 @@ def resume(rows: Caches, source: Caches, slots: jax.Array) -> tuple[Caches, jax.
         # Other slots are not read, because a copy of all slots' rows may not fit.
         named = tuple(cache.only(slots) for cache in source if isinstance(cache, PagedCache))
         return _replaced(rows, named, jnp.where(slots < batch, own, count))
-    # `insert` names the target of each row of the source, so invert the map. Other slots go
-    # nowhere.
+    # `insert` needs the target of each row of the source, so invert the map. Slots that are not
+    # named get the target `count`, which is no row.
     into = jnp.full(batch, count, jnp.int32).at[slots].set(own, mode="drop")
     rows, codes = _replaced(rows, source, into)
     codes = replicated(codes, rows[0].spec.mode)
@@ -329,8 +329,8 @@ def decode(
         last, index = by_slot(ends[:, 0], mode), by_slot(ends[:, 1], mode)
         active = index < by_slot(limits_of(rules), mode)
         caches, sampled = _decode_one(model, params, caches, last, active, rules, index)
-        # A code in place of a token must not be looked up in the embedding. The host ends that
-        # request.
+        # Replace the code of an error by token 0, because a code must not be looked up in the
+        # embedding. The host ends the request.
         ends = jnp.stack([jnp.maximum(sampled.tokens, 0), index + active], axis=1)
         return (caches, rows_by_slot(ends, mode)), sampled
 
@@ -453,7 +453,7 @@ def decode_pages(
         active = replicated(index < limits_of(rules), mode)
         caches = layers(spec, pools, batch.tables, lengths)
         caches, sampled = _decode_one(model, params, caches, last, active, rules, index)
-        # As in `decode`, a code in place of a token must not be looked up.
+        # As in `decode`, replace the code of an error by token 0, which can be looked up.
         last = by_slot(jnp.maximum(sampled.tokens, 0), mode)
         return (pools_of(caches), last, replicated(counters + active, mode)), sampled
 

@@ -25,7 +25,7 @@ class StepLock:
     def __init__(self, loop: Loop, calls: Calls) -> None:
         self.order = threading.RLock()
         self._loop, self.calls = loop, calls
-        # A callback of a request may call the engine from within a step.
+        # The lock is reentrant, because a callback of a request may call the engine within a step.
         self._lock = threading.RLock()
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._running: concurrent.futures.Future[None] | None = None

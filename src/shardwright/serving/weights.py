@@ -235,7 +235,7 @@ def _place(leaf: Any, old: Any) -> Any:
 def _as_served(new: jax.Array, old: jax.Array) -> jax.Array:
     """Return a weight that has moved, without its mesh if the old one is on a single device."""
     if isinstance(old.sharding, SingleDeviceSharding):
-        # Make no copy. The type of an array names its mesh, and jit compiles for each type.
+        # Remove the mesh from the array's type, without a copy: jit compiles for each type.
         single: jax.Array = jax.device_put(new.addressable_shards[0].data, old.sharding)
         return single
     return new

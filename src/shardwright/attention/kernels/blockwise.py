@@ -155,18 +155,18 @@ def forward(operands: Operands, recipe: Arithmetic, *, state: Running | None = N
 
         def add_keys(state: Running, j: Any) -> tuple[Running, None]:
             block = blocks.key_block(row, j, recipe, grid)
-            # If no mask can hide the whole block, a conditional only costs.
+            # Without a mask that can hide the whole block, a conditional would only cost time.
             if not blocks.may_be_empty(block, recipe):
                 return _add(recipe, block, state), None
-            # XLA runs one branch, so a hidden block costs no matmul. Its keys and values are sliced
-            # before, so they may still be read.
+            # XLA runs only one branch of `cond`, so a hidden block costs no matmul. Its keys and
+            # values are sliced before the `cond`, so XLA may still read them.
             empty, add = blocks.is_empty(block, recipe), functools.partial(_add, recipe, block)
             return jax.lax.cond(empty, lambda state: state, add, state), None
 
         if grid.kv_count == 1:
             return None, add_keys(state, 0)[0]
-        # `scan`, because a `while_loop` has no reverse-mode derivative, which derivatives of
-        # gradients need.
+        # Use `scan`: derivatives of gradients need a reverse-mode derivative of this loop, and a
+        # `while_loop` has none.
         return None, jax.lax.scan(add_keys, state, jnp.arange(grid.kv_count, dtype=jnp.int32))[0]
 
     if grid.q_count == 1:
@@ -190,7 +190,7 @@ def finish(state: Running, operands: Operands) -> tuple[jax.Array, jax.Array, ja
 def _add(recipe: Arithmetic, block: Operands, state: Running) -> Running:
     """Return the state after a block of keys."""
     if block.k_scale is not None:
-        # Weights times the scales of values can be too small for float16.
+        # Keep v in float32 for float16: a weight times the scale of v can be too small for float16.
         wide = jnp.float32 if block.q.dtype == jnp.float16 else block.q.dtype
         block = block.replace(k=block.k.astype(block.q.dtype), v=block.v.astype(wide))
     # A step of the inner loop of FlashAttention-2 (Dao 2023, algorithm 1).
@@ -322,12 +322,12 @@ def delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None = None) -> jax.Arr
       `[batch, heads, q_length]` float32.
     """
     # D of FlashAttention (Dao et al. 2022, algorithm 4). The derivative of the logsumexp by the
-    # logits is the weights, so its cotangent is added to `dp`, that is, subtracted here.
+    # logits is the weights, so `dlse` is added to `dp`: `dp - delta` makes that a subtraction here.
     wide = do.astype(jnp.float32)
     if do.dtype != jnp.float32:
         # XLA may drop the rounding of `do` here (its "excess precision"), but never that of the
-        # operand of the matmul with the values. The difference of both in `dp - delta` is larger
-        # than small gradients: an error of 1.5 % instead of 0.25 % on an H200, with large logits.
+        # operand of the matmul with the values. In `dp - delta`, this difference is larger than
+        # small gradients: an error of 1.5 % instead of 0.25 % on an H200, with large logits.
         wide = online_softmax.rounded(wide, do.dtype)
     rows: jax.Array = jnp.einsum("bthd,bthd->bht", o.astype(jnp.float32), wide)
     return rows if dlse is None else rows - dlse
@@ -361,7 +361,7 @@ def _add_gradients(
     ds, weights = _logit_gradients(block, recipe, rows)
     if dbias is not None:
         dbias = _add_bias(dbias, ds, block.bias, first, j * grid.kv_block)
-    # The bias is added to scaled products, so its gradient is `ds` without the scale.
+    # The bias is added after the scale, so the gradient of the bias is `ds` without the scale.
     scaled = ds * recipe.scale
     own = blocks.slice_dim(dq, 1, first, grid.q_block)
     own = own + online_softmax.queries_of(scaled, block.k)
@@ -390,7 +390,7 @@ def _logit_gradients(
     above = logits - lse[..., None]
     if rows.lse_error is not None:
         above = above - rows.lse_error[..., None]
-    # Mask the exponent and not the exponential: the derivative of an overflow would be NaN.
+    # Mask the exponent, not its exponential, which could overflow: its derivative would be NaN.
     p = jnp.exp(jnp.where(seen, above, -jnp.inf))
     # The backward pass stores no weights: it computes them again from the logsumexp.
     dp = online_softmax.scores_of(rows.do, block.v)

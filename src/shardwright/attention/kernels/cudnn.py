@@ -51,7 +51,7 @@ def not_in_cudnn(call: AttentionCall, before: tuple[str, ...] = ()) -> tuple[str
     if context.TARGET.value is not None:
         # A plan must not depend on whether this machine has cuDNN.
         return (IN_A_PLAN,)
-    # This starts a backend and compiles.
+    # Try cuDNN last, because that starts a backend and compiles.
     failure = failure_on(jax.local_devices()[0].device_kind)
     return (failure,) if failure else ()
 
@@ -60,7 +60,7 @@ def not_in_cudnn(call: AttentionCall, before: tuple[str, ...] = ()) -> tuple[str
 def failure_on(device_kind: str) -> str:
     """Return why cuDNN does not work on this process's GPUs; empty if it does."""
     del device_kind
-    # In a thread of its own no mesh is ambient and nothing is traced.
+    # Try cuDNN in a new thread, in which no mesh is ambient and nothing is traced.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(_try_cudnn).result()
 
@@ -89,7 +89,7 @@ def _limits(call: AttentionCall) -> tuple[str, ...]:
     left, right = rules.bounds
     window = left is not None
     capability = str(getattr(jax.local_devices()[0], "compute_capability", "0.0"))
-    # Hopper is 9.0.
+    # The largest head_dim is 256 from Hopper on (compute capability 9.0), and 128 before.
     largest = 256 if int(capability.partition(".")[0]) >= 9 else 128
     reasons = {
         f"it computes in bfloat16 and float16, and the call in {call.dtype}": (
@@ -119,7 +119,7 @@ def _limits(call: AttentionCall) -> tuple[str, ...]:
 def _try_cudnn() -> str:
     if jax.default_backend() != "gpu":
         return f"this process has no GPU; its backend is {jax.default_backend()}"
-    # Compute a gradient too: cuDNN has another kernel for it, which may fail alone.
+    # Compute a gradient too: cuDNN's backward kernel may fail although its forward kernel works.
     row = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
 
     def loss(q: Any, k: Any, v: Any) -> Any:

@@ -126,8 +126,8 @@ class Combination:
         if self.head_axes:
             return False
         output = partial.size // partial.shape[-1] * v_dim * jnp.dtype(dtype).itemsize
-        # A gather sends (n - 1) * partial. Two collectives send (n - 1) / n of the partial results,
-        # and as much of the output.
+        # A gather sends (n - 1) * partial bytes. Two collectives send (n - 1) / n of the partial
+        # results and (n - 1) / n of the output.
         parts = self.shards - 1
         two_collectives = parts * (partial.nbytes + output) // self.shards
         return parts * partial.nbytes - two_collectives <= _FEW_BYTES
@@ -154,7 +154,7 @@ class Combination:
         by_rank = jnp.moveaxis(
             partial.reshape(*before, self.shards, size // self.shards, *after), dim, 0
         )
-        # Exchange over a leading dim. For an inner dim, XLA for TPUs copies before and after.
+        # Exchange over a leading dim. For an inner dim, XLA for TPUs copies before and after it.
         pieces: jax.Array = jax.lax.all_to_all(by_rank, self.axes, split_axis=0, concat_axis=0)
         return pieces
 
@@ -315,7 +315,7 @@ def _weights(pieces: jax.Array, top: jax.Array, v_dim: int) -> jax.Array:
 
 
 def _top(lse: jax.Array) -> jax.Array:
-    # Keep it finite for a row without keys. The result does not depend on it, so it has no
+    # Keep `top` finite for a row without keys. The result does not depend on `top`, so stop its
     # gradient.
     return jax.lax.stop_gradient(jnp.maximum(lse, DEFAULT_MASK_VALUE))
 

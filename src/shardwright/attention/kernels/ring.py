@@ -157,7 +157,7 @@ def _values(
 
     def attend_and_send(carry: tuple[Running, KV], step: Any, hop: int) -> tuple[Running, KV]:
         state, kv = carry
-        arriving = ring.send(kv, hop)  # first, so that it overlaps with the work
+        arriving = ring.send(kv, hop)  # send first, so that sending overlaps with `add`
         return add(state, kv, step), arriving
 
     carry = (online_softmax.start(operands.q, operands.v), sequence.pack(operands.k, operands.v))
@@ -218,7 +218,7 @@ _attend = differentiable(_values, _backward_pass)
 def _scan_steps(ring: _Ring, function: Any, carry: Any) -> Any:
     """Return the carry after `function(carry, step, hop)` for all steps but the last."""
     hops = ring.hops
-    # The pairs of a `ppermute` are static, so a loop serves only steps that are equally far apart.
+    # The pairs of a `ppermute` are static, so a loop can only run hops of equal distance.
     if not ring.loop or len(hops) < 2 or len(set(hops)) > 1:
         for step, hop in zip(ring.steps, hops, strict=False):
             carry = function(carry, step, hop)

@@ -260,7 +260,7 @@ def _ranges(first: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray
 def _rows(operands: Operands, q_rows: int, kv_rows: int) -> Rows:
     kv_positions = operands.kv_positions
     if operands.lengths is not None:
-        # Keys past the length of their sequence become absent ones, so the kernels need no lengths.
+        # Give keys past the length of their sequence position -1, so the kernels need no lengths.
         kv_positions = jnp.where(kv_positions < operands.lengths[:, None], kv_positions, -1)
     padded = (
         _pad(operands.q_positions, 1, q_rows, "edge"),

@@ -32,7 +32,7 @@ EMPTY, PARTLY, FULL = 0, 1, 2
 # of two.
 KINDS = 4
 
-# The dims of a matmul's operands that are contracted.
+# Contracted dims of a matmul: `_ROWS_BY_ROWS` is a @ b.T, and `_PLAIN` is a @ b.
 _ROWS_BY_ROWS = (((1,), (1,)), ((), ()))
 _PLAIN = (((1,), (0,)), ((), ()))
 
@@ -144,7 +144,7 @@ def run_forward(
         # A TPU pads the last dim to 128 lanes in any case, so m and l repeat their numbers along a
         # lane dim instead of being columns.
         scratch=[(plan.q_block, v.shape[3]), (plan.q_block, LANES), (plan.q_block, LANES)],
-        # The state is updated in place. The numbers of inputs count the prefetched scalars.
+        # Update the state in place. Inputs are numbered with the prefetched scalars.
         aliases={first + at: at for at in range(len(before))},
         name="splash_forward",
     )
@@ -197,7 +197,7 @@ def run_queries(
         out_specs=[specs.q(dims[0])],
         outs=[jax.ShapeDtypeStruct(q.shape, dtype)],
         scratch=[(plan.q_block, dims[0])],
-        # Seven inputs come before those of the mask: the table, q, k, v, do, lse and delta.
+        # Seven inputs come before the arrays of the mask: the table, q, k, v, do, lse and delta.
         aliases={7 + len(rows.arrays): 0} if before else {},
         name="splash_queries",
     )
@@ -229,7 +229,7 @@ def run_keys(
     dims = [array.shape[3] for array in qkv]
     call = _Call(
         body=_with_grouped_refs(body, scalars=1, before=len(before)),
-        # All query heads of a group add to the same keys, so these heads are a sequential dim.
+        # Query heads of a group add to the gradients of one kv head, so they are a sequential dim.
         grid=(*k.shape[:2], k.shape[2] // plan.kv_block, group, table.shape[2]),
         scalars=1,
         in_specs=[
@@ -277,8 +277,8 @@ class _Call:
         results = pl.pallas_call(
             self.body,
             out_shape=self.outs,
-            # The functions that choose blocks read the table before the blocks arrive, so it must
-            # be in scalar memory before the kernel starts.
+            # The functions that choose blocks read the table before the blocks arrive, so the table
+            # must be in scalar memory before the kernel starts.
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=self.scalars,
                 grid=self.grid,
@@ -321,8 +321,8 @@ class _Specs:
             batch, head, block = self._at("q", *at)
             return batch, head, 0, block
 
-        # The last two dims of a block must be multiples of (8, 128) or those of the array. A dim of
-        # 1 meets that, and keeps the numbers of a row along the lanes.
+        # The last two dims of a block must be multiples of (8, 128), or equal to the dims of the
+        # array. A dim of size 1 is equal, and keeps the numbers of a row along the lanes.
         return pl.BlockSpec((None, None, 1, self.plan.q_block), index)
 
     def kv(self, dim: int) -> Any:
@@ -483,7 +483,7 @@ def _keys_body(
 
     def add(*, masked: bool) -> None:
         q, do = q_ref[...], do_ref[...]
-        # Keys by queries, so that the rows of queries stay along the lanes.
+        # Compute logits as [keys, queries], so that numbers per query stay along the lanes.
         logits, slope = _logits(k_ref[...], q, plan)
         p = jnp.exp(logits - lse_ref[...])
         if masked:

@@ -308,7 +308,7 @@ def _load(rows: Any, here: jax.Array, dim: int) -> jax.Array:
     from jax.experimental.pallas import triton
 
     columns = jnp.arange(rows.shape[-1]) < dim
-    # An integer 0 cannot become a float8.
+    # Use 0.0 for floats: an integer 0 cannot become a float8.
     other = 0 if jnp.issubdtype(rows.dtype, jnp.integer) else 0.0
     loaded: jax.Array = triton.load(rows, mask=here[:, None] & columns[None, :], other=other)
     return loaded

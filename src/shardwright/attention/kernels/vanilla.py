@@ -60,7 +60,7 @@ def attend(operands: Operands, recipe: Arithmetic) -> Result:
     total = jnp.sum(p, axis=-1, keepdims=True)
     if x.sinks is not None:
         total = total + jnp.exp(sinks - top)
-    # A row without keys: 0 / 1 instead of 0 / 0.
+    # In a row without keys, compute 0 / 1 instead of 0 / 0.
     no_keys = total == 0.0
     total = jnp.where(no_keys, 1.0, total)
     weights = p / total

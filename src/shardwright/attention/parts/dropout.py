@@ -25,11 +25,11 @@ def keep_factors(block: Operands, rate: float) -> jax.Array:
     """
     q = _rows(block.q_positions, block.q_segment_ids)
     kv = _rows(block.kv_positions, block.kv_segment_ids)
-    # 2**32 divided by the golden ratio (Fibonacci hashing; Knuth, vol. 3, §6.4): adjacent heads
+    # 0x9E3779B9 is 2**32 / golden ratio (Fibonacci hashing; Knuth, vol. 3, §6.4): adjacent heads
     # differ in many bits.
     heads = _mix(block.seed ^ (block.head_index.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)))
     batch_and_head = _mix(block.batch_index.astype(jnp.uint32)[:, None] + heads[None, :])
-    # Only the last step is as large as the logits. The others cost a row or a column each.
+    # Only `bits` is as large as the logits. The other arrays have one number per row or key.
     row = _mix(batch_and_head[:, :, None] ^ q[:, None, :])
     bits = _mix(row[:, :, :, None] + _mix(kv)[:, None, None, :])
     threshold = jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
@@ -38,7 +38,7 @@ def keep_factors(block: Operands, rate: float) -> jax.Array:
 
 def _rows(positions: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
     rows = positions.astype(jnp.uint32)
-    # Positions may start again in every segment.
+    # Mix in the segment ids, because positions may start again in every segment.
     return rows if segment_ids is None else rows + _mix(segment_ids.astype(jnp.uint32))
 
 

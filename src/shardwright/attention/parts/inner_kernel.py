@@ -115,6 +115,6 @@ def run_inner(
     inner: Inner, kernel: Callable[..., Result], operands: Operands, call: AttentionCall
 ) -> Result:
     """Return `kernel(shard, call=call, inner=inner)` of all shards as global arrays."""
-    # JAX cannot differentiate the platforms' own kernels.
+    # JAX cannot differentiate splash and cuDNN, so they run as opaque kernels.
     run = shards.run_on_shards if inner.name == "blockwise" else shards.run_opaque
     return run(functools.partial(kernel, call=call, inner=inner), operands, call)

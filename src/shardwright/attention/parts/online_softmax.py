@@ -86,7 +86,7 @@ def update(
     # Mask the exponent and not the exponential: a hidden logit may be far above `top`, and the
     # derivative of an overflow would be NaN.
     p = jnp.exp(jnp.where(seen, logits - top[..., None], -jnp.inf))
-    # At most 1, because `top` is at least `state.m`. The same holds in `merge` and `add_sinks`.
+    # `shrink` is at most 1: `top` is at least `state.m`. The same holds in `merge` and `add_sinks`.
     shrink = jnp.exp(state.m - top)
     # Dropout follows the softmax: the sum `l` counts the dropped weights too.
     dropped = p if keep is None else p * keep
@@ -161,7 +161,7 @@ def without_remains(operands: Operands, recipe: Arithmetic) -> Operands:
     holds_key = positions >= 0
     if lengths is not None:
         holds_key = holds_key & (positions < lengths[:, None])
-    # Keys may hold NaN too, but a hidden logit is replaced, not multiplied by 0.
+    # Leave NaN in keys: a hidden logit is replaced, and not multiplied by 0.
     v, v_scale = operands.v, operands.v_scale
     return operands.replace(
         v=jnp.where(holds_key[:, :, None, None], v, jnp.zeros((), v.dtype)),
@@ -316,8 +316,8 @@ def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     if a.dtype == jnp.float32 and b.dtype == jnp.float32:
         out: jax.Array = einsum(a, b)
         return out
-    # XLA for CPUs widens such operands itself, but not in every layout: "Unsupported element type
-    # for DotThunk: BF16 x BF16 = F32".
+    # XLA for CPUs widens bfloat16 operands itself, but not in every layout: "Unsupported element
+    # type for DotThunk: BF16 x BF16 = F32".
     wide: jax.Array = jax.lax.platform_dependent(
         a,
         b,

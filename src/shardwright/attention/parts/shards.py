@@ -89,7 +89,7 @@ class _ShardedKernel:
         """Return a function of global arrays, from one of local arrays."""
         call, mapped = self.call, local
         if call.mesh is not None and (self.axes or self.opaque):
-            # Pallas prevents JAX from tracking which devices hold equal values.
+            # Turn check_vma off for Pallas: JAX cannot track which devices hold equal values.
             mapped = _jax.call_shard_map(
                 local,
                 mesh=call.mesh if _jax.ambient_mesh() is None else None,
@@ -318,7 +318,7 @@ def head_specs(call: AttentionCall) -> tuple[Any, Any]:
 
 # Reasons to refuse a call.
 
-# If a named kernel has no other reason to refuse, `choose` takes the kernel that a plan counts.
+# If a named kernel refuses for this reason alone, `choose` takes the kernel that a plan counts.
 IN_A_PLAN: Final = "a plan cannot see into it, and counts another implementation"
 
 
@@ -367,7 +367,7 @@ def pick_kv_heads(
     if specs.grouping is KVHeads.SAME:
         return shard
     if specs.grouping is KVHeads.FACTOR:
-        # The keys serve the queries of all shards that hold a part of them.
+        # Shards over these mesh axes split the keys, so each serves the query heads of all of them.
         shards = call.shards(tuple([axis for axis in specs.heads if axis in specs.kv_length]))
         numbers = jnp.arange(head_index.shape[0] * shards, dtype=jnp.int32)
         head_index = first_of_all(head_index, shards) + numbers
@@ -380,7 +380,7 @@ def pick_kv_heads(
             continue
         if group % local == 0:  # all local query heads read one kv head
             changed[name] = jax.lax.dynamic_slice_in_dim(array, read[0], 1, 2)
-        elif local % group == 0:  # they form whole groups
+        elif local % group == 0:  # local query heads form whole groups
             changed[name] = jax.lax.dynamic_slice_in_dim(array, read[0], local // group, 2)
         else:
             # A group is split between shards, such as groups of 4 over shards of 6: copy a kv head

@@ -63,7 +63,7 @@ class AssignedPages(KVCache):
         is_token = jnp.ones(k.shape[:2], bool) if valid is None else jnp.asarray(valid)
         arguments = (self.length, self.tables, is_token)
         decide = functools.partial(self._decide, every=valid is None)
-        # In a shard_map, as in `PagedCache`: every shard computes the same small integers.
+        # Decide in a shard_map, as `PagedCache` does: every shard computes the same small integers.
         length, refused, positions, pages = self._sharding.run(
             decide, arguments, (PartitionSpec(),) * 3, out_specs=PartitionSpec()
         )
@@ -81,12 +81,12 @@ class AssignedPages(KVCache):
         count = self.k_pages.shape[0]
         positions = of_tokens(length, is_token, every=every)
         # Padding has the position of the token before it, which is -1 in an empty slot. A position
-        # past the capacity may have no column. Both are dropped below.
+        # past the capacity may have no column. Both kinds of rows are dropped below.
         columns = jnp.clip(positions // self.page_size, 0, tables.shape[1] - 1)
         pages = jnp.take_along_axis(tables, columns, axis=1)
         after = length + jnp.sum(is_token, axis=1, dtype=jnp.int32)
         over = after > self.spec.capacity
-        # The number of pages in a table means that the caller assigned none.
+        # A table entry that equals `count` means that the caller assigned no page.
         lacks_page = jnp.any(is_token & (pages >= count), axis=1)
         accepted = ~(over | lacks_page)
         positions = jnp.where(is_token & accepted[:, None], positions, -1)
@@ -96,7 +96,7 @@ class AssignedPages(KVCache):
         pages = jnp.where(positions < 0, count, pages)
         return jnp.where(accepted, after, length), refused, positions, pages
 
-    # The caller, who assigns the pages, does the rest.
+    # The cache refuses the operations below: the caller, who assigns the pages, does them.
 
     def _insert(self, source: KVCache, slots: jax.Array) -> Change[Self]:
         _raise_assigned("insert")

@@ -69,7 +69,7 @@ def claim_pages(
     numbers = jnp.arange(batch, dtype=jnp.int32)
     partial = (lengths % page_size > 0) & (counts > 0)
     holders = jnp.where(partial, references.at[last].get(mode="fill", fill_value=0), 0)
-    # before[i, j]: slot j comes before slot i, and writes to the page that is the last one of both.
+    # before[i, j]: slot j comes before slot i, has the same last page, and writes to that page.
     before = (
         partial[None, :] & (last[:, None] == last[None, :]) & (numbers[:, None] > numbers[None, :])
     )
@@ -97,7 +97,7 @@ def claim_pages(
         at = jnp.argmax(need > left)
         return asking & ~((numbers >= at) & (need > left[at]))
 
-    # Every iteration refuses a slot, so there are at most `batch`, and none if pages suffice.
+    # Each iteration refuses a slot, so there are at most `batch` iterations, or 0 if pages suffice.
     served = jax.lax.while_loop(lacks, refuse, counts > 0)
     need, first, copies = needs(served)
     # `size` makes the shape static: no call needs more pages than this.

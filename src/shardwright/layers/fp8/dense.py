@@ -81,12 +81,12 @@ def dense(
     _check_use(recipe, use, tuple(kernels))
     values = [kernel.value if isinstance(kernel, Stored) else kernel for kernel in kernels.values()]
     for (name, kernel), value in zip(kernels.items(), values, strict=True):
-        # A shard has the shape of the kernel only once it is gathered.
+        # Check only whole kernels here: a shard has the shape of the kernel after its gather.
         weight = kernel.weight if isinstance(kernel, Stored) else None
         if weight is None or not is_shard(
             weight.shape, weight.axes, role=Role.PARAM, path=weight.path
         ):
-            # The matmuls quantize tokens, so x has a dim of them.
+            # The backward pass contracts the dims of tokens, so x must have at least one.
             check_kernel(np.shape(x), np.shape(value), contract, path=name, tokens=True)
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     call = static_call(

@@ -184,11 +184,11 @@ def forward(call: Fp8Call, x: Any, kernels: tuple[Any, ...], scales: Any, *, kee
         ys.append(y)
         amaxes.append(amax)
         if keep and call.blocks:
-            # dx contracts the outputs of the kernel, so it needs blocks along the last of these.
+            # dx contracts the outputs of the kernel, so it needs blocks along the last output dim.
             own = _stored(call, static, _quantized(call, kernel, scale, kernel.ndim - 1, form))
         kept.append(own)
     if keep and call.blocks:
-        # dw contracts the tokens.
+        # dw contracts the dims of tokens, so it needs blocks of x along the last one.
         left = _quantized(call, x, x_scale, rows - 1, form)
     return Forward(
         ys=tuple(ys),
@@ -288,7 +288,7 @@ def _multiply(
       out: Annotation of the result.
       entries: Its spec over Explicit axes, if it has no annotation.
     """
-    # Operands reach 448 or 57,344, so sums of their products exceed the range of float16.
+    # fp8 reaches 448 (E4M3) or 57,344 (E5M2), so sums of products exceed the range of float16.
     dtype = jnp.dtype(jnp.float32) if call.dtype == jnp.float16 else call.dtype
     numbers = (dims, ((), ()))
     # Each block of the contracted dim has a scale of its own, so the scales cannot be taken out of
@@ -300,8 +300,8 @@ def _multiply(
         spec = None if entries is None else PartitionSpec(*entries)
         y = jax.lax.dot_general(a, b, numbers, preferred_element_type=dtype, out_sharding=spec)
     if not call.blocks:
-        # The product of the scales may overflow although the result does not. In this order, a step
-        # overflows only if the result does, and values that underflow are too small to matter.
+        # The product of both scales may overflow although the result does not. With the smaller
+        # scale first, only the result can, and values that underflow are too small to matter.
         small, large = (pick(left.scale, right.scale) for pick in (jnp.minimum, jnp.maximum))
         y = y * small * large
     return y.astype(call.dtype)
@@ -341,7 +341,7 @@ def _check_dims(call: Fp8Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) 
             **without_annotation,
         )
 
-    # The forward pass contracts the inputs, the backward pass the tokens.
+    # In the forward pass, blocks of x lie along its inputs; in the backward pass, along its tokens.
     for dim in [x.ndim - 1, *([rows - 1] if keep else [])]:
         check(call.x_axes, x.shape, dim, "x", array=x, shards=call.x_shards)
     for kernel, static in zip(kernels, call.kernels, strict=True):
@@ -358,8 +358,8 @@ def _check_dims(call: Fp8Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) 
                 array=kernel,
                 shards=static.shards,
             )
-        # The gradient of the result is an operand too: its outputs are contracted for dx, its
-        # tokens for dw.
+        # The gradient of the result is quantized too: dx contracts its dims of outputs, and dw
+        # contracts its dims of tokens.
         if keep and static.out is not None:
             shape = (*x.shape[:rows], *kernel.shape[call.contract :])
             for dim in (rows - 1, len(shape) - 1):

@@ -24,8 +24,8 @@ from shardwright.layers.fp8.recipe import BLOCK, largest
 from shardwright.manager import context
 from shardwright.vocabulary.axes import PIPELINE_PARALLEL
 
-_BIAS: Final = 127  # of the exponents of float32, and of stored exponents
-_MOST: Final = 2.0**126  # its inverse is the smallest normal float32; backends flush smaller ones
+_BIAS: Final = 127  # bias of the exponents of float32, and of stored exponents
+_MOST: Final = 2.0**126  # largest scale: backends flush a smaller inverse, which is subnormal, to 0
 _NAN: Final = 255  # the stored exponent of a block with a value that is not finite
 
 
@@ -66,7 +66,7 @@ def largest_absolute(x: Any, *, pipeline: tuple[str, ...] | None = None) -> jax.
     mesh = _jax.ambient_mesh()
     assert mesh is not None
     skipped = pipeline_axes() if pipeline is None else pipeline
-    # In the order of the mesh, so that every process builds the same program.
+    # List the axes in the order of the mesh, so that every process builds the same program.
     axes = tuple(axis for axis in mesh.axis_names if axis in varying and axis not in skipped)
     # JAX cannot differentiate `pmax`. All callers are inside of custom VJPs.
     whole: jax.Array = jax.lax.pmax(amax, axes) if axes else amax
@@ -111,7 +111,7 @@ def quantize_blocks(x: Any, dim: int, dtype: Any) -> Scaled:
     wide = _split(x, dim).astype(jnp.float32)
     amax = jnp.max(jnp.abs(wide), axis=dim + 1, keepdims=True)
     exponent = _round_up(amax / limit)
-    # 2^-exponent has the exponent bits 254 - e. It is exact, and never a subnormal number.
+    # The inverse of the scale 2^(e - 127) has the exponent bits 254 - e. It is exact, and normal.
     factor = _with_exponent(2 * _BIAS - exponent)
     factor = jnp.where(exponent == _NAN, jnp.nan, factor)
     value = jnp.clip(wide * factor, -limit, limit).astype(dtype)

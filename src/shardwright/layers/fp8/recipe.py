@@ -14,7 +14,7 @@ from shardwright.vocabulary.read import Faults, FieldKind, integer, one_of, read
 
 E4M3: Final = "float8_e4m3fn"  # largest value 448
 E5M2: Final = "float8_e5m2"  # largest value 57,344
-# The block of MXFP8, by OCP Microscaling Formats 1.0.
+# Number of elements that share a scale in MXFP8, by OCP Microscaling Formats 1.0.
 BLOCK: Final = 32
 
 FORMAT: Final = one_of((E4M3, E5M2))
@@ -107,7 +107,7 @@ def _read(name: str, value: Any) -> tuple[Any, Faults]:
     return RECIPES.get(value.lower()), faults
 
 
-# A recipe, its name, or None.
+# RECIPE reads a recipe, its name, or None.
 RECIPE: Final = FieldKind(_read)
 
 

@@ -136,7 +136,7 @@ def init(recipe: Any, names: Iterable[str], *, layers: int | None = None) -> Den
 
     def tensor() -> TensorScaling:
         return TensorScaling(
-            # As in TransformerEngine. The first step clips what the format cannot hold.
+            # Start with scale 1, as TransformerEngine does: step 1 clips what fp8 cannot hold.
             scale=jnp.ones(shape, jnp.float32),
             history=jnp.zeros((*shape, recipe.history), jnp.float32),
         )

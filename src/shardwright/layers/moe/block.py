@@ -210,8 +210,8 @@ def apply(
             # This refuses tokens that all shards share: each shard would send them.
             x = manager.shard(x, _token_axes(x.shape), mode=mode)
         dispatch = explain(config, x.shape, mode=mode)
-        # This gathers the weights over FSDP's mesh axes. The remaining mesh axes, such as those of
-        # EXPERT, enter the `shard_map` by `_USED_AS`.
+        # `gather` undoes the FSDP sharding of the weights. Other mesh axes, such as those of
+        # EXPERT, still shard the weights inside the `shard_map`, by `_USED_AS`.
         params = manager.gather(params, specs(config), path=path, mode=mode)
         y, sums = _over_shards(config, dispatch, manager, params, state.bias, x, valid, mode)
     whole = dispatch.own_tokens * dispatch.senders
@@ -327,7 +327,7 @@ def _check_capacity(
     config: MoEConfig, dispatch: Dispatch, manager: PartitionManager, mode: str | None
 ) -> None:
     """Check that CAPACITY is sharded over all mesh axes of the tokens that do not shard experts."""
-    # Only the mesh axes of the resolution are used, so any divisible size will do.
+    # Any size that divides will do, because only the mesh axes of the resolution are read.
     rows = max(dispatch.slots, 1) * math.prod(manager.mesh.axis_sizes)
     shape = (config.experts, rows, config.embed)
     capacity = manager.explain((EXPERT, CAPACITY, EMBED), mode=mode, shape=shape)
@@ -477,7 +477,7 @@ def _shared(config: MoEConfig, dispatch: Dispatch, params: Any, tokens: Any) -> 
     hidden = activation(config.activation, tokens @ gate) * (tokens @ up)
     result = (hidden @ down).astype(jnp.float32)
     if not dispatch.sent and dispatch.shards > 1:
-        # The sum over the experts' devices must count the shared experts once.
+        # Zero all results but the first: the sum over devices must count shared experts once.
         is_first = jax.lax.axis_index(dispatch.expert_axes) == 0
         result = jnp.where(is_first, result, 0)
     return result
@@ -506,7 +506,7 @@ def _stats(config: MoEConfig, sums: dict[str, Any], *, tokens: int | None) -> Mo
     if config.has_loss:
         count: Any = max(tokens or 0, 1)
         if tokens is None:
-            # Each token picked `per_token` experts.
+            # Count tokens by their picks: each token has picked `per_token` experts.
             count = jnp.maximum(load.sum() // config.per_token, 1)
         # Equation 4 of Switch Transformers: X * sum(f * P). The f of all experts sum to 1 here,
         # also with several experts per token, so an even load has the loss 1.

@@ -44,7 +44,7 @@ def assign_slots(picked: Any, *, experts: int, slots: int) -> ExpertSlots:
     """
     flat = picked.reshape(-1)
     load, rank = _rank(flat, experts)
-    # Padding picks the expert `experts`, which has no load below. `is_kept` hides its slot.
+    # Padding has the expert number `experts`, which `load` does not count. `is_kept` hides it.
     is_copy = flat < experts
     # A copy's slot is its distance from the first copy of its expert.
     slot = rank - (jnp.cumsum(load) - load)[flat]
@@ -95,8 +95,8 @@ def fill_slots(x: Any, assigned: ExpertSlots) -> Any:
       x: [tokens, embed].
       assigned: The slots of the tokens.
     """
-    # The copies of a token are next to each other, as `places` has them. A device may have no
-    # tokens.
+    # `places` has the copies of a token next to each other, so repeat each token. `max` is for a
+    # device that has no tokens.
     copies = jnp.repeat(x, assigned.places.size // max(x.shape[0], 1), axis=0)
     empty = jnp.zeros((assigned.total, x.shape[1]), x.dtype)
     return empty.at[assigned.places].set(copies, mode="drop", unique_indices=True)
@@ -115,6 +115,6 @@ def combine(results: Any, assigned: ExpertSlots, weights: Any) -> Any:
     copies = results.at[assigned.places].get(mode="fill", fill_value=0)
     copies = copies.reshape(*weights.shape, results.shape[-1]).astype(jnp.float32)
     is_kept = (assigned.places < assigned.total).reshape(weights.shape)
-    # Not `0 * weight`, which is NaN if the weight is not finite.
+    # Do not compute `0 * weight`, which is NaN if the weight is not finite.
     scaled = jnp.where(is_kept[..., None], copies * weights[..., None], 0)
     return scaled.sum(axis=1)

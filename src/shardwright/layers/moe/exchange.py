@@ -155,7 +155,7 @@ def serve_ragged(
     routes = plan_routes(loads, device)
     received = send(rows, routes, exchange.rows, exchange, axes)
     own = config.experts // loads.shape[0]
-    # [senders, own experts].
+    # `counts` is [senders, own experts].
     counts = jax.lax.dynamic_slice_in_dim(loads, device * own, own, axis=1)
     # The buffer is sorted by sender, and `ragged_dot` needs the rows of an expert together.
     order = by_expert(counts, exchange.rows)
@@ -181,8 +181,8 @@ def by_expert(counts: Any, rows: int) -> Any:
     return jnp.argsort(expert, stable=True)
 
 
-# JAX has a transpose of this collective, but it sends both offsets by all-to-alls of their own. The
-# route back is planned already, so the gradient sends only rows.
+# JAX's transpose of `ragged_all_to_all` sends both offsets by all-to-alls of their own. The route
+# back is planned already, so this gradient sends only rows.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def send(
     rows: Any,
@@ -240,10 +240,10 @@ def padded_all_to_all(rows: Any, empty: Any, route: ExpertRoute, axes: Any, *, m
       most: Most rows for one receiver.
     """
     step = jnp.arange(most, dtype=jnp.int32)
-    # [receivers, most].
+    # `is_sent` and `places` are [receivers, most].
     is_sent = step < route.send_sizes[:, None]
     places = jnp.where(is_sent, route.input_offsets[:, None] + step, rows.shape[0])
-    # [receivers, most, embed]; the index `rows.shape[0]` is outside, so `get` fills with 0.
+    # `chunks` is [receivers, most, embed]. The index `rows.shape[0]` is outside, so `get` gives 0.
     chunks = rows.at[places].get(mode="fill", fill_value=0)
     chunks = jax.lax.all_to_all(chunks, axes, split_axis=0, concat_axis=0, tiled=True)
     # Each row that is not received gets a distinct place, so the indices of the scatter are unique.

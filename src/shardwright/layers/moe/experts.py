@@ -51,7 +51,7 @@ def choose_matmul(
       platform: "cpu", "gpu" or "tpu".
     """
     padded = experts * slots
-    # A token picks an expert at most once.
+    # At most `most` slots are filled, because a token picks an expert at most once.
     most = min(padded, tokens * min(config.per_token, experts))
     if config.matmul != "auto":
         rows = padded if config.matmul == "padded" else most
@@ -86,8 +86,8 @@ def run_experts(config: MoEConfig, matmul: ExpertMatmul, params: Any, rows: Any)
     Returns:
       `[experts, slots, embed]`.
     """
-    # Cast once: the gradients of the rows from gate and up are then added before they are summed
-    # over shards, in one all-reduce.
+    # Let `rows` vary once, before gate and up: the gradients from both are then added on each
+    # device, and one all-reduce sums them over the shards.
     rows, *weights = _jax.vary_together([rows, *_weights(params, rows.dtype)])
     return _MATMULS[matmul.name](config, weights, rows, matmul.rows)
 

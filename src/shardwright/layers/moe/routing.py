@@ -58,7 +58,7 @@ def route(config: MoEConfig, router: Any, bias: Any, x: Any, is_token: Any = Non
     _, experts = jax.lax.top_k(_in_best_groups(config, preferred), config.per_token)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.normalize and config.score == "softmax" and bias is None:
-        weights = weights / weights.sum(-1, keepdims=True)  # best scores, so never tiny
+        weights = weights / weights.sum(-1, keepdims=True)  # the best scores: never tiny
     elif config.normalize:
         weights = shares(weights, jnp.take_along_axis(logs, experts, axis=-1))
     squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
@@ -107,7 +107,7 @@ def _in_best_groups(config: MoEConfig, preferred: Any) -> Any:
     _, groups = jax.lax.top_k(best.sum(-1), config.top_groups)
     # [tokens, top_groups, groups] becomes [tokens, groups].
     is_best = (jnp.arange(config.groups) == groups[..., None]).any(-2)
-    # -inf and not 0, because a bias can make the scores of the best groups negative.
+    # Hide with -inf and not 0, because a bias can make the scores of the best groups negative.
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(preferred.shape)
 
 
