@@ -325,7 +325,8 @@ def small_loss(params: Any, batch: Any, channel: Any) -> Any:
 
 
 HEADED = (sw.BATCH, sw.QUERY_LENGTH, sw.HEAD, sw.HEAD_DIM)
-INPUTS = {"x": (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED), "valid": (sw.BATCH, sw.QUERY_LENGTH)}
+RESIDUAL = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
+INPUTS = {"x": RESIDUAL, "valid": (sw.BATCH, sw.QUERY_LENGTH)}
 REPLICATED = {"length": "sp", "query_length": "sp", "kv_length": "sp"}
 
 
@@ -399,6 +400,24 @@ def test_refused_weight_is_named() -> None:
             jax.eval_shape(
                 accumulate(scaled, 4, specs=SMALL), given[0], pm.shard(given[1], {"x": INPUTS["x"]})
             )
+
+
+@pytest.mark.full
+def test_fp8_is_refused_where_types_defer() -> None:
+    """Scales multiply its weights. If the loss gathers them, each microbatch sums over sp."""
+    config = dataclasses.replace(MLP, recipe="current")
+    specs = mlp_block.specs(config)
+
+    def total(params: Any, x: Any, channel: Any) -> Any:
+        y, _ = mlp_block.apply(config, params, x)
+        return Weighted(jnp.sum(jnp.sin(y)), x.size), channel
+
+    mesh = cpu_mesh("fsdp:2,sp:2,tp:2", axis_types="explicit")
+    with sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh, mode="train") as pm:
+        given = pm.shard(blocks.random_params(specs), specs, role="param"), pm.shard(ROWS, RESIDUAL)
+        with raises(sw.LayerError, "fsdp+sp", path="down/kernel", fix='gather="each"'):
+            jax.eval_shape(accumulate(total, 4, specs=specs, gather="once"), *given)
+        jax.eval_shape(accumulate(total, 4, specs=specs, gather="each"), *given)
 
 
 @pytest.mark.parametrize("how", ["each", "once"])
@@ -518,6 +537,38 @@ def test_dropout_of_blocks() -> None:
         stored = pm.shard(params, specs, role="param")
         result = jax.jit(accumulate(total, 2, specs=specs))(stored, rows, key=jax.random.key(0))
     blocks.assert_close((result.value, result.grads), (plain.value, plain.grads))
+
+
+@pytest.mark.full
+def test_dropout_where_types_defer() -> None:
+    """Equal to the same whole microbatches, run one after the other with the same keys."""
+    config = dataclasses.replace(
+        CONFIG, attention=dataclasses.replace(CONFIG.attention, dropout=0.3), dropout=0.2
+    )
+    specs, params, n, key = SPECS["layers"], PARAMS["layers"], 4, jax.random.key(0)
+    rows = np.random.default_rng(0).normal(size=(32, 8, 16)).astype(np.float32)
+
+    def total(params: Any, rows: Any, channel: Any, *, key: Any) -> Any:
+        y, _ = transformer_block.apply(config, params, rows, keys={"dropout": key})
+        return Weighted(jnp.sum(jnp.sin(y)), rows.size), channel
+
+    mesh = cpu_mesh("dp:2,sp:2,tp:2", axis_types="explicit")
+    with sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh, mode="train") as pm:
+        stored, placed = pm.shard(params, specs, role="param"), pm.shard(rows, RESIDUAL)
+        run = jax.jit(accumulate(total, n, specs=specs, gather="once"))
+        compiled = run.lower(stored, placed, key=key).compile()
+        result = compiled(stored, placed, key=key)
+    assert not reductions_in_the_loop(compiled, pm)
+    # Microbatch i has the i-th part of the examples of both devices of dp.
+    parts = rows.reshape(2, n, -1, 8, 16).swapaxes(0, 1).reshape(n, -1, 8, 16)
+
+    def mean(params: Any) -> Any:
+        keys = [jax.random.fold_in(key, at) for at in range(n)]
+        totals = [total(params, parts[at], None, key=keys[at])[0].total for at in range(n)]
+        return sum(totals) / rows.size
+
+    wanted = jax.jit(jax.value_and_grad(mean))(params)
+    blocks.assert_close((result.value, result.grads), wanted, rtol=1e-5)
 
 
 KEY = jax.random.key(0)

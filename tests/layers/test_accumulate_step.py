@@ -12,12 +12,14 @@ import optax
 import pytest
 
 import shardwright as sw
-from shardwright.layers import Weighted, accumulate, dropout, embedding, moe_block
+from shardwright.layers import Weighted, accumulate, dropout, embedding, loss, moe_block
 from shardwright.plan.collectives import read_collectives
 from shardwright.testing import cpu_mesh
 from tests.layers import blocks
+from tests.layers.accumulate_on_16 import Inside
 from tests.layers.test_accumulate import MOE, MOE_SPECS, padded_whole_batch
 from tests.plan.against_xla import compiled_bytes, planned_bytes
+from tests.tpu_compile import measure
 
 MESHES = {
     "ddp": "dp:4,fsdp:2",
@@ -175,17 +177,49 @@ def experts_loss(params: Any, tokens: Any, channel: Any) -> Any:
 @pytest.mark.parametrize("preset", ["ddp", "fsdp", "fsdp_tp", "moe_ep"])
 def test_plan_of_a_step(preset: str, kind: str, how: Any) -> None:
     """The planned bytes of each kind and mesh axis are those of the compiled program."""
-    loss, specs, axes = plain_loss, MLP_SPECS, (sw.BATCH, sw.EMBED)
+    f, specs, axes = plain_loss, MLP_SPECS, (sw.BATCH, sw.EMBED)
     rows = jax.ShapeDtypeStruct((32, 16), np.float32)
     if preset == "moe_ep":
-        loss, specs, axes = experts_loss, MOE_SPECS, ROWS
+        f, specs, axes = experts_loss, MOE_SPECS, ROWS
         rows = jax.ShapeDtypeStruct((32, 8), np.int32)
     pm, shapes = manager(preset, kind), jax.eval_shape(lambda: blocks.random_params(specs))
 
     def step(params: Any, rows: Any) -> Any:
-        return accumulate(loss, 4, specs=specs, gather=how)(params, rows).grads
+        return accumulate(f, 4, specs=specs, gather=how)(params, rows).grads
 
     report = pm.plan(step, shapes, rows, specs=(specs, axes))
     given = pm.abstract(shapes, specs), pm.abstract(rows, axes, role="activation")
     assert report.walked.complete, report.walked.unknown
     assert planned_bytes(report) == compiled_bytes(pm, step, given)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_plan_of_a_tied_table(kind: str) -> None:
+    """Its gathers by the embedding and by the loss are one, and TPUs add both gradients first."""
+    specs, pm = {"table": embedding.specs(32, 16)}, manager("fsdp_tp", kind)
+    shapes = jax.eval_shape(lambda: blocks.random_params(specs))
+    tokens = jax.ShapeDtypeStruct((32, 8), np.int32)
+
+    def tied(params: Any, tokens: Any, channel: Any) -> Any:
+        x = embedding.apply(params["table"], tokens)
+        return loss.cross_entropy(x, params["table"], tokens, tied=True).weighted, channel
+
+    def step(params: Any, tokens: Any) -> Any:
+        return accumulate(tied, 4, specs=specs)(params, tokens).grads
+
+    report = pm.plan(step, shapes, tokens, specs=(specs, ROWS))
+    given = pm.abstract(shapes, specs), pm.abstract(tokens, ROWS, role="activation")
+    assert planned_bytes(report) == compiled_bytes(pm, step, given)
+    assert [(each.mesh_axis, "gather it once" in each.fix) for each in report.walked.choices] == [
+        ("fsdp", True)
+    ]
+
+
+@pytest.mark.full
+def test_on_16_devices() -> None:
+    """All mesh axes of the presets have two devices. Explicit ones defer the sum over sp, too."""
+    found = measure("tests.layers.accumulate_on_16", Inside)
+    assert len(found) == 6
+    assert all(each.over_dp == 0 for each in found), found
+    assert all((each.over_sp == 0) is (each.kind == "explicit") for each in found), found

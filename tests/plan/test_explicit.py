@@ -246,6 +246,11 @@ def replicated_look_up(table: Any, rows: Any) -> Any:
     return jnp.tanh(table.at[rows].get(out_sharding=P("dp", "tp")))
 
 
+def stored_gradient(x: Any, y: Any) -> Any:
+    """The gradient of a weight: a sum over both batch axes, of which one stores it."""
+    return jax.reshard(jnp.einsum("be,bm->em", x, y, out_sharding=P()), P("tp"))
+
+
 # A program, its two arguments, and the kinds of what it sends.
 SMALL: dict[str, tuple[Callable[..., Any], Array, Array, list[str]]] = {
     "rows": (mean_of_rows, ((128, 64), P("tp", None)), ((16, 8), P("dp", None)), ["all_reduce"]),
@@ -257,6 +262,12 @@ SMALL: dict[str, tuple[Callable[..., Any], Array, Array, list[str]]] = {
         ((64, 256), P(None, "tp")),
         ((16, 64), P("dp", None)),
         ["all_gather"],
+    ),
+    "stored": (
+        stored_gradient,
+        ((16, 64), P(("dp", "tp"))),
+        ((16, 256), P(("dp", "tp"))),
+        ["all_reduce"],
     ),
     "look-up": (replicated_look_up, ((16, 64), P("dp", "tp")), ((16,), P()), ["all_gather"]),
 }

@@ -73,7 +73,7 @@ def test_lines_are_those_of_this_program(tmp_path: Path, monkeypatch: pytest.Mon
         for each in equal
     )
     lines = [
-        {each.source for each in found.compiled.collectives if each.source}
+        {each.source for each in found.compiled.collectives if __file__ in each.source}
         for found in (first, second)
     ]
     assert all(lines)
@@ -284,8 +284,20 @@ def test_a_primitive_without_a_rule_is_the_reason() -> None:
         (row,) = compare_traffic([planned], [here, *sums], cpu=True, unknown=unknown)
         assert [reason.what for reason in row.reasons] == says
         assert row.unexplained == (0 if unknown else row.difference)
-    (row,) = compare_traffic([planned], [here, here], cpu=True)
-    assert ["merges" in reason.what for reason in row.reasons] == [True]
+    # A compiler may also combine the all-reduces.
+    for compiled in ([here, here], [collective(kind=Kind.ALL_REDUCE, wire_bytes=6000)]):
+        (row,) = compare_traffic([planned], compiled, cpu=True)
+        assert ["merges" in reason.what for reason in row.reasons] == [True]
+
+
+def test_reduce_scatters_may_be_all_reduces() -> None:
+    """All of them on CPUs, and those of small arrays on TPUs."""
+    planned = dataclasses.replace(EVENT, kind=Kind.REDUCE_SCATTER)
+    whole = collective(kind=Kind.ALL_REDUCE, wire_bytes=6000)
+    for cpu, scattered in ((True, []), (False, [collective(kind=Kind.REDUCE_SCATTER)])):
+        events = [planned] * (1 + len(scattered))
+        (row,) = compare_traffic(events, [whole, *scattered], cpu=cpu)
+        assert [(reason.adds, row.unexplained) for reason in row.reasons] == [(6000, 0)]
 
 
 @pytest.mark.parametrize(

@@ -379,9 +379,7 @@ class _AccumulationStep:
                 functools.partial(self._add, weights), start, (parts, channel, self._keys(key))
             )
         if self.deferred:
-            # One reduction for each weight: to the shards that FSDP stores, or to a whole sum.
-            stored = [jax.typeof(leaf).sharding.spec for leaf in self._pick(params)]
-            return (loss, list(map(jax.reshard, sums, stored))), others
+            return (loss, list(map(_reduce, sums, self._pick(params)))), others
         return (loss, self._scatter(params, sums)), others
 
     def _reduced(self, weight: Any, path: str, trained: bool) -> Any:
@@ -504,6 +502,15 @@ def _zeros(weight: Any) -> Any:
     return jax.reshard(zeros, PartitionSpec(*spec.partitions, unreduced=spec.reduced))
 
 
+def _reduce(total: Any, stored: Any) -> Any:
+    """Add an unreduced sum over devices, to the shards of a stored weight."""
+    spec, owed = jax.typeof(stored).sharding.spec, jax.typeof(total).sharding.spec.unreduced
+    rest = frozenset(_missing(tuple(owed), spec))
+    # In one reshard, XLA adds whole sums over all mesh axes, and then cuts them. So the shards of
+    # FSDP come first: only they are added over the other mesh axes.
+    return jax.reshard(jax.reshard(total, PartitionSpec(*spec.partitions, unreduced=rest)), spec)
+
+
 def _by_examples(batch: Any, axes: tuple[str, ...], manager: PartitionManager) -> Any:
     """Shard the examples of a batch over Explicit mesh axes. The other dims stay as they are."""
     rest, rows = PartitionSpec.UNCONSTRAINED, spec_of(axes).partitions
@@ -517,7 +524,8 @@ def _refused_weight(path: str, axes: Iterable[str]) -> LayerError:
         "its gradient is summed after the last microbatch only",
         path=path,
         fix='use it in matmuls, such as sw.einsum("bse,e->bse", x, scale, out=...) for x * scale; '
-        "or use Auto mesh axes, where each microbatch sums over the devices of a sequence",
+        'or let each microbatch sum, as fp8 must: with gather="each" if FSDP stores weights, else '
+        "on Auto mesh axes",
     )
 
 

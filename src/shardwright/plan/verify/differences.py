@@ -124,12 +124,15 @@ def _sent(
     if row.equal and planned.keys() == compiled.keys():
         return row
     reasons = [*_known_reasons(row, events, collectives)]
-    scattered = planned[Kind.REDUCE_SCATTER]
-    if cpu and scattered and Kind.REDUCE_SCATTER not in compiled:
+    scattered = planned[Kind.REDUCE_SCATTER] - compiled[Kind.REDUCE_SCATTER]
+    summed = compiled[Kind.ALL_REDUCE] - planned[Kind.ALL_REDUCE]
+    # CPUs have no reduce-scatter. Compilers for TPUs sum small arrays whole, too.
+    if scattered > 0 and (summed >= 2 * scattered or (cpu and not compiled[Kind.REDUCE_SCATTER])):
         # An all-reduce sends twice the bytes of a reduce-scatter, so the difference is what was
         # planned.
         sources = dict.fromkeys(each.source for each in events if each.kind is Kind.REDUCE_SCATTER)
-        what = "reduce-scatters are all-reduces on CPUs, which send twice the bytes"
+        where = "on CPUs" if cpu else "of small arrays"
+        what = f"reduce-scatters are all-reduces {where}, which send twice the bytes"
         reasons.append(DifferenceCause(what=what, adds=scattered, sources=tuple(sources)))
     explained = dataclasses.replace(row, reasons=tuple(reasons))
     reasons += _last_reasons(explained, events, collectives, cpu)
@@ -260,7 +263,7 @@ def _last_reasons(
     # Only a planned all-reduce can become several all-reduces.
     lines = {event.source for event in planned}
     merged = [each for each in sums if _line(each) in lines]
-    if cpu and sum(each.count or 0 for each in merged) > sum(event.runs for event in planned):
+    if cpu and sum(map(_wire, merged)) > sum(event.total_wire_bytes for event in planned):
         adds = min(unexplained, sum(map(_wire, merged)))
         yield _reason("several all-reduces that a compiler for TPUs merges", merged, adds)
 

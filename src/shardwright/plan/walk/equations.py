@@ -8,17 +8,19 @@ of this.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from jax.extend.core import Literal
 
 from shardwright.dims.bodies import Body, Runs, bodies
+from shardwright.dims.primitives import CONSTRAINTS
 from shardwright.dims.table import correspondence
 from shardwright.manager import context
 
 # Names of the branches by platform that run on GPUs. Each vendor has its own name.
 _GPU: Final = ("cuda", "rocm", "gpu")
+_GATHERS: Final = CONSTRAINTS | {"all_gather", "all_gather_invariant", "all_gather_reduced"}
 
 
 def for_gpus() -> bool:
@@ -85,6 +87,29 @@ def holds_primitive(jaxpr: Any, name: str) -> bool:
         equation.primitive.name == name
         or any(holds_primitive(inner, name) for inner in nested_jaxprs(equation))
         for equation in jaxpr.eqns
+    )
+
+
+def gather_key(equation: Any, equal: Mapping[Any, Any]) -> Any:
+    """Return the key of an equation that only moves one value, or None. Equal gathers share it.
+
+    Args:
+      equation: The equation.
+      equal: Result of a gather -> the result of an equal one before it.
+    """
+    variable = equation.invars[0] if len(equation.invars) == 1 else None
+    if variable is None or isinstance(variable, Literal) or not _only_gathers(equation):
+        return None
+    inner, parameters = tuple(map(str, nested_jaxprs(equation))), equation.params
+    # Parameters of a call hold functions, and no two of them are equal.
+    how = (parameters.get("in_specs"), parameters.get("out_specs")) if inner else parameters
+    return id(equal.get(variable, variable)), equation.primitive.name, inner, str(how)
+
+
+def _only_gathers(equation: Any) -> bool:
+    inner = list(nested_jaxprs(equation))
+    return equation.primitive.name in _GATHERS or (
+        bool(inner) and all(_only_gathers(each) for jaxpr in inner for each in jaxpr.eqns)
     )
 
 

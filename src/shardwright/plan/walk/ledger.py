@@ -24,6 +24,7 @@ from shardwright.plan.walk.values import (
     ShardedValue,
     axes_of,
     dims_of_spec,
+    explicit_axes,
     local_elements,
     on_host,
     shards,
@@ -37,8 +38,11 @@ _MATRIX: Final = ("rows", "columns")
 _WHOLE_TILES: Final = "choose a size that gives each device whole tiles: others are padded"
 _KERNELS: Final = "compile the program: the gradient of a kernel may be summed whole"
 _TWICE: Final = "look up all rows at once: gradients of several lookups may be added before the sum"
+SHARED: Final = (
+    "gather it once: a compiler may share equal gathers, and the sums of their gradients"
+)
 # Fixes for choices other than a stored weight that competes with another value.
-LAYOUT_FIXES: Final = frozenset({_WHOLE_TILES, _KERNELS, _TWICE})
+LAYOUT_FIXES: Final = frozenset({_WHOLE_TILES, _KERNELS, _TWICE, SHARED})
 _IN_STEPS: Final = "constrain the value in between with shard(...), one mesh axis at a time"
 
 
@@ -183,7 +187,11 @@ class Ledger:
         scattered = value.owed & wanted
         new = wanted - held - value.owed
         if any(_is_cut_again(goal, scattered, new) for goal in dims) or (
-            scattered and self._is_summed_whole(value, aval, dims, scattered)
+            scattered
+            and (
+                _is_cut_from_sum(value, aval, scattered)
+                or self._is_summed_whole(value, aval, dims, scattered)
+            )
         ):
             scattered = frozenset()
         if scattered:
@@ -281,7 +289,7 @@ class Ledger:
 
     def doubt(self, mesh_axes: Iterable[str], location: WalkLocation, fix: str) -> None:
         """Note that a compiler may handle mesh axes in another way, and what would settle it."""
-        for axis in self.sizes:
+        for axis in self.mesh:
             if axis in mesh_axes:
                 self.choices[CompilerChoice(mesh_axis=axis, source=location.source, fix=fix)] = None
 
@@ -427,3 +435,14 @@ def _is_cut_again(goal: tuple[str, ...], scattered: frozenset[str], new: frozens
     """
     major = [at for at, axis in enumerate(goal) if axis in scattered]
     return bool(major) and not new.isdisjoint(goal[major[0] :])
+
+
+def _is_cut_from_sum(value: ShardedValue, aval: Any, scattered: frozenset[str]) -> bool:
+    """Tell whether a sum over Explicit mesh axes is scattered over some of them only.
+
+    XLA then sums the whole array over all of them, and slices it.
+    """
+    groups = value.groups or (value.owed,)
+    return explicit_axes(aval) >= value.owed and any(
+        group & scattered and not group <= scattered for group in groups
+    )

@@ -29,11 +29,12 @@ from shardwright.plan.walk.entries import CONSTANTS, RESULTS, TEMPORARY, Buffer,
 from shardwright.plan.walk.equations import (
     constants,
     count_uses,
+    gather_key,
     live_equations,
     needed_whole,
 )
-from shardwright.plan.walk.events import Walked, WalkLocation
-from shardwright.plan.walk.ledger import Ledger
+from shardwright.plan.walk.events import Event, Walked, WalkLocation
+from shardwright.plan.walk.ledger import SHARED, Ledger
 from shardwright.plan.walk.manual import SHAPE_KEPT, collective, shard_map
 from shardwright.plan.walk.masks import EquationIds, equal_masks, required_dims, shared_mask
 from shardwright.plan.walk.padding import is_across
@@ -160,7 +161,19 @@ class ShardingWalker:
             return anywhere(_rank(variable)) if isinstance(variable, Literal) else held[variable]
 
         peers = Peers(equations)
+        gathers: dict[Any, tuple[Any, list[Event]]] = {}
+        equal: dict[Any, Any] = {}
         for equation in equations:
+            key = gather_key(equation, equal)
+            if key is not None and key in gathers:
+                # XLA removes common subexpressions, such as the second gather of a tied table.
+                result, sent = gathers[key]
+                equal[equation.outvars[0]], held[equation.outvars[0]] = result, held[result]
+                if explicit_axes(result.aval) or equation.primitive.name == "shard_map":
+                    axes = {axis for event in sent for axis in event.mesh_axes}
+                    source = _jax.source_line(equation) or outer.source
+                    notes.doubt(axes, dataclasses.replace(outer, source=source), SHARED)
+                continue
             if is_scattered(equation):
                 peers.ask(equation.outvars[0], scope.asked, held)
             source = _jax.source_line(equation) or outer.source
@@ -176,7 +189,10 @@ class ShardingWalker:
             )
             # The rule of the equation sets both, and `with_buffers` reads them.
             notes.moved, notes.inner = 0, Peak()
+            before = len(notes.events)
             held.update(zip(equation.outvars, _follow(step), strict=True))
+            if key is not None:
+                gathers[key] = equation.outvars[0], notes.events[before:]
         return [value(variable) for variable in jaxpr.outvars]
 
 
