@@ -315,7 +315,9 @@ class _AccumulationStep:
             # Let the weights vary over devices: JAX then does not sum their gradients here.
             params = jax.tree.unflatten(structure, _jax.vary_together(leaves, over=self.axes))
             # Under `largest_dim`, only the global shape tells along which dim a shard was cut.
-            with context.INPUTS(inputs_of(dims, leaves, stored)):
+            with context.INPUTS(inputs_of(dims, leaves, stored)), contextlib.ExitStack() as stack:
+                if not self.once and any(spec.partitions for spec in stored):
+                    stack.push(_note_shards)
                 (loss, sums), others = self._scan(params, batch, channel, key)
             sums = [
                 jax.lax.psum(total, axes) if (axes := _missing(self.axes, spec)) else total
@@ -516,6 +518,15 @@ def _by_examples(batch: Any, axes: tuple[str, ...], manager: PartitionManager) -
     rest, rows = PartitionSpec.UNCONSTRAINED, spec_of(axes).partitions
     specs = jax.tree.map(lambda leaf: PartitionSpec(*rows, *[rest] * (np.ndim(leaf) - 1)), batch)
     return place_for_shard_map([batch], [specs], mesh=manager.mesh)[0]
+
+
+def _note_shards(_: object, error: BaseException | None, trace: object) -> None:
+    """Add to an error about shapes that the loss has shards of the weights."""
+    if error is not None and "shape" in str(error):
+        error.add_note(
+            "accumulate passes the shards of weights to the loss, as FSDP stores them.\n"
+            '  fix   call sw.gather(params, specs) in the loss, or pass gather="once"'
+        )
 
 
 def _refused_weight(path: str, axes: Iterable[str]) -> LayerError:
