@@ -53,7 +53,7 @@ def wrapped(text: str, width: int) -> str:
     """
     lines: list[str] = []
     paragraph: list[str] = []
-    # The empty line ends the last paragraph, and is dropped again.
+    # The added empty line ends the last paragraph, and is dropped again.
     for line in [*text.split("\n"), ""]:
         if line and not line.startswith(" "):
             paragraph.append(line)

@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     strategies, meshes = _two("STRATEGY", arguments.strategies), _two("--mesh", arguments.mesh)
     devices, modes = _two("--devices", arguments.devices), _two("--mode", arguments.mode)
     topologies = _two("--topology", arguments.topology)
-    # Both values are equal if the option was given once, or not at all.
+    # The two values of an option are equal if it was given once, or not at all.
     sides = (strategies, meshes, devices, modes, topologies)
     if all(left == right for left, right in sides):
         raise StrategyError(
@@ -268,7 +268,7 @@ def _section(comparison: Comparison, role: Role, modes: Sequence[str], *, width:
     )
     has_bytes = any(row.grows is not None for row in rows)
     body = [_HEAD, *map(_cells, changed), *([total_row] if has_bytes else [])]
-    # The second cell is the axes.
+    # The second cell of a row is its axes, which a narrow terminal has no room for.
     if width < _ROOM:
         body = [(cells[0], *cells[2:]) for cells in body]
     lines = table(body, indent="  ", width=width, prose=1) if changed else []
@@ -329,7 +329,7 @@ def _problems(comparison: Comparison) -> list[Problem]:
     )[::-1]
 
 
-# As in `diff`: a share in percent, or a factor.
+# Colors of growth, which `diff` writes as a share (+5.0%) or as a factor (x 3).
 GROWS = {r"(?:\+[0-9.]+%|x [0-9.]+)$": "red", r"-[0-9.]+%$": "green"}
 
 # Mode, or "mode -> mode" -> the plans of both sides.
@@ -451,7 +451,7 @@ def _show(arguments: argparse.Namespace, pairs: Pairs, only: Mapping[str, list[s
             else:
                 lines += ["", f"mode {mode}", *text.split("\n")]
         for side, names in unpaired.items():
-            # A paragraph of its own in Markdown.
+            # In Markdown, an empty line makes this line a paragraph of its own.
             lines += [""] * arguments.markdown + [f"only {side}: mode {', '.join(names)}"]
         print_lines(lines[1:], marks=GROWS)
     return 1 if arguments.exit_code and _changed(compared, unpaired) else 0

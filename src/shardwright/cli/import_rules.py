@@ -134,7 +134,7 @@ def _next_steps(imported: Imported, arguments: argparse.Namespace) -> list[str]:
     own = [
         name
         for name, target in imported.names.items()
-        # Such a name has no axis of the vocabulary, so a model must spell it out.
+        # A name that maps to LOGICAL_NAME has no axis of the vocabulary: models spell it out.
         if _axis_of(target) == canonical_axis(f"logical_{name}")
     ]
     if own:
@@ -170,7 +170,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _imported(arguments: argparse.Namespace) -> Imported:
-    # No other command needs the bridges.
+    # Import here, because no other command needs the bridges.
     from shardwright.interop import haliax, maxtext
     from shardwright.interop.logical_rules import read_rules, resized, to_strategy
 

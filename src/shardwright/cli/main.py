@@ -24,7 +24,7 @@ from typing import Any
 from shardwright.cli.exit_codes import DEFECT, FOUND, OK, USAGE, FoundError
 from shardwright.errors import ShardingError, did_you_mean
 
-# One line per command. Its module has `parser()` and `run(arguments)`.
+# One line per command. The module of a command has `parser()` and `run(arguments)`.
 COMMANDS: dict[str, str] = {
     "explain": "show how each dim of an array is sharded, and why",
     "check": "find mistakes in a strategy, or in the axes of a model",

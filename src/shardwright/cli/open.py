@@ -151,7 +151,7 @@ def _given(
         for strategy in arguments.strategy
         for mesh in arguments.mesh
     ]
-    # The batch of a `config.json` divides over the devices of each mesh.
+    # The batch of a `config.json` must divide over the devices of every mesh.
     devices = math.lcm(*(setting.manager.mesh.size for setting in settings))
     variants = read_variants(arguments, devices, notes)
     modes = [

@@ -66,12 +66,12 @@ def _why(report: PlanReport, verification: Verification | None) -> str:
     if host_too_small(report):
         needed, known = bytes_text(report.memory.host), bytes_text(topology.chip.host_bytes)
         return f": it needs {needed} of the host's {known} for each device"
-    # More than all devices hold together: no mesh and no rule of this slice helps.
+    # The state is larger than the memory of all devices together: no mesh and no rule helps.
     if state.total > topology.devices * topology.chip.hbm_bytes:
         return what_holds(report.state, topology)
     held = f"the state takes {bytes_text(state.per_device)}"
     usable = f"{bytes_text(topology.chip.hbm_bytes)} per device"
-    # By the plan it may fit, so only the numbers of the compiler explain the verdict.
+    # By the plan, the program may fit, so only the numbers of the compiler explain the verdict.
     if verification is not None and report.verdict is not Verdict.DOES_NOT_FIT:
         needed = f"the compiled program needs {bytes_text(verification.most_bytes)} of {usable}"
         return f": {needed}, though the plan has at most {bytes_text(report.memory.high)}"

@@ -39,7 +39,7 @@ class Forbidden:
     def matches(self, event: Event | Collective, mode: str) -> bool:
         """Tell whether a planned or a compiled collective is forbidden."""
         sent = event.total_wire_bytes
-        # If the number of runs of a loop depends on data, the bytes are unknown, and too many.
+        # If a loop runs an unknown number of times, its bytes are unknown, and count as too many.
         too_much = sent is None or sent > self.more_than
         return too_much and self.kind in (None, event.kind) and self.mode in (None, mode)
 

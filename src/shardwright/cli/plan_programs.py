@@ -44,7 +44,7 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         options=model_options(arguments),
         notes=notes,
     )
-    # Check this before the plans, which take longest.
+    # Check --forbid before the plans, which take longest.
     for rule in arguments.forbid:
         if rule.mode is not None and rule.mode not in programs:
             what = f"--forbid {rule.text!r} names a mode that is not planned"

@@ -132,7 +132,7 @@ def _copy(preset: str, path: Path, *, name: str | None, force: bool) -> Path:
     name = (path.stem if name is None else name).encode(errors="replace").decode()
     # Copy the text of TOML, to keep the comments.
     if path.suffix == ".toml":
-        # Rendered, because a name may have quotes or backslashes.
+        # Render the line, because a name may have quotes or backslashes.
         line = files.render({"name": name}, format="toml").rstrip("\n")
         text = files.preset_text(preset)
         # A function, because `sub` would read backslashes in a replacement text.

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.topology is not None:
         topology = parse_topology(arguments.topology, read_hardware(arguments.hardware))
     make_target(topology)  # raises here if the compiler is not installed, before anything is traced
-    # Exporting starts the backend of the default device. Accelerators stay free.
+    # Exporting starts the backend of the default device. Use the CPU: accelerators stay free.
     if not jax.config.jax_platforms:  # type: ignore[attr-defined]
         jax.config.update("jax_platforms", "cpu")
     devices = arguments.devices if topology is None else topology.devices
@@ -155,7 +155,7 @@ def _lowered(
                 )
         return lowered
     finally:
-        # The other side may have another version of the file, and of those that it imports.
+        # The other side may have another version of the file, and of the files that it imports.
         folder = Path(model.rpartition(":")[0]).resolve().parent
         for name in set(sys.modules) - before:
             file = str(getattr(sys.modules[name], "__file__", None) or "")

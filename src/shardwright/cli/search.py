@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
       ShardingError: The question is invalid.
     """
     topology = parse_topology(arguments.topology, read_hardware(arguments.hardware))
-    # Check this before the search, which may take minutes.
+    # Make the folder of --out before the search, which may take minutes.
     if arguments.out is not None:
         _make_folder(arguments.out)
     notes: list[str] = []
@@ -188,7 +188,7 @@ def run(arguments: argparse.Namespace) -> int:
             programs = variants[train.variant], variants[serve.variant]
             print_lines(["", *relayout_lines(train, serve, *programs)])
     print_errors(errors)
-    # The results of the other groups are printed already; the code says that the answer is
+    # The results of the other groups are printed already. The exit code says that the answer is
     # incomplete.
     if errors:
         return max(map(code_of, errors.values()))
@@ -391,7 +391,7 @@ def _write(candidates: Sequence[Candidate], folder: str, group: str) -> list[str
         # The names of meshes have colons and commas, which not every file system takes.
         words = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(part for part in parts if part))
         name = f"{number:02}-{words}"
-        # Errors and reports show the name of a strategy, so it must be that of its file.
+        # Errors and reports show the name of a strategy, so give it the name of its file.
         strategy = candidate.strategy | type(candidate.strategy)(name=name)
         written.append(str(strategy.dump(Path(folder) / f"{name}.toml")))
     return written

@@ -92,8 +92,8 @@ class ProgressLine:
             return
         self._due = now + self._every
         text = visible(f"{state}{left}")
-        # A carriage return goes back to the first column, and the padding erases a longer line
-        # before.
+        # A carriage return goes back to the first column, and the padding erases the rest of a
+        # longer line before.
         sys.stderr.write(f"\r{text:<{self._width}}" if self._terminal else f"{text}\n")
         sys.stderr.flush()
         self._width = len(text)

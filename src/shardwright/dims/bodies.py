@@ -91,7 +91,7 @@ def bodies(equation: Any) -> tuple[Body, ...]:
 
 
 def _of_while(parameters: Any, count: int) -> tuple[Body, Body]:
-    # Operands are the constants of the condition, those of the body, and the carry.
+    # Operands are the constants of the condition, the constants of the body, and the carry.
     start = parameters["cond_nconsts"]
     fixed = parameters["body_nconsts"]
     body = Body(

@@ -100,7 +100,7 @@ ELEMENTWISE: Final = frozenset(
         "zeta",
     ]
 )
-# These may run before the all-reduce of a partial sum, on each of its terms.
+# These may run on each term of a partial sum, before the all-reduce that adds the terms.
 KEEPS_SUM: Final = frozenset({"convert_element_type", "neg", "copy", "copy_p", "reduce_precision"})
 # These return their operands unchanged: names for a remat policy, barriers, and orders of dims in
 # memory, which attention on TPUs requests to match the order of a cache.

@@ -20,7 +20,7 @@ from shardwright.dims.primitives import (
 )
 
 DimSizes: TypeAlias = tuple[int, ...]
-# The factors of each dim of an array, major first. A dim without a counterpart has no factors.
+# For each dim, the numbers of its factors, major first. A dim without a counterpart has no factors.
 FactorsByDim: TypeAlias = tuple[tuple[int, ...], ...]
 
 
@@ -260,7 +260,7 @@ def dot_general(left: DimSizes, right: DimSizes, numbers: Any) -> Correspondence
     rights = [(len(left) + dim,) for dim in range(len(right))]
     for dim, other in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
         rights[other] = lefts[dim]
-    # The result of a `dot_general` has the batch dims first, then those of the left operand.
+    # The result of a `dot_general` has the batch dims, then the free dims of left and right.
     result = [lefts[dim] for dim in left_batch]
     result += [own for dim, own in enumerate(lefts) if dim not in (*left_sum, *left_batch)]
     result += [own for dim, own in enumerate(rights) if dim not in (*right_sum, *right_batch)]
@@ -303,7 +303,7 @@ def gather(
     gone = (*numbers.collapsed_slice_dims, *batching)
     windows = [dim for dim in range(len(table)) if dim not in gone]
     sources = dict(zip(numbers.offset_dims, windows, strict=True))
-    # The dims of the result outside of windows are those of the indices, in order, but the last.
+    # Result dims outside of windows are the dims of the indices, in order, without the last one.
     rows = iter(indices)
     results = [
         (len(table) + len(index) + dim,) if dim in sources else next(rows)

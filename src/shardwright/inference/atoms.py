@@ -125,7 +125,7 @@ def finest(dim: Iterable[Atom]) -> list[Atom]:
     factors: list[Atom] = []
     for member in dim:
         atom = member
-        # Only the representative is split, so parts are looked for there and not on the way.
+        # Follow `same` first: only the last atom, the representative, may have `parts`.
         while atom.same is not None:
             atom = atom.same
         if atom.parts is not None:
@@ -173,7 +173,7 @@ def unify(left: AtomDim, right: AtomDim, on_conflict: Callable[[Atom, Atom], Non
             if first.name and second.name and first.name != second.name:
                 on_conflict(first, second)
                 return
-            # Read before the union, which keeps one of the two.
+            # Read both `whole`s before `absorb`, which keeps only one of the two.
             wholes = first.whole, second.whole
             first.absorb(second)
             if wholes[0] is not None and wholes[1] is not None:

@@ -59,7 +59,7 @@ def name_attention(names: Names) -> None:
     """Find matmuls of queries and keys, and matmuls of scores and values; name their dims."""
     all_scores: list[Scores] = []
     uses = _uses(names.facts)
-    # In the order of the program, so scores are known before the matmul of their values.
+    # Visit the matmuls in program order, so scores are known before their matmul with values.
     for matmul in names.facts.activations:
         following = [] if matmul.origin is None else uses.next.get(matmul.origin, [])
         scores = _scores(matmul, uses, following)
@@ -229,7 +229,7 @@ def _name_values(names: Names, matmul: Matmul, all_scores: Iterable[Scores], use
     contracted = set(_factors(matmul.contracted))
     batch = set(_factors(matmul.batch))
     free = _factors((*matmul.left, *matmul.right))
-    # Without heads, only the batch dims can tell that these are the scores of that matmul.
+    # Without heads, only equal batch dims show that this matmul multiplies the scores by values.
     has_heads = any(atom.name in _HEADS for atom in (*batch, *free))
     is_values = any(
         contracted and contracted <= scores.sequence and (has_heads or batch == set(scores.batch))

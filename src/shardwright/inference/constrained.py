@@ -263,7 +263,7 @@ def _scan(parameters: Any, values: Sequence[Any], constraints: _ConstraintsByEqu
         ends = _evaluate(body, constants, [*shared, *carry, *row], constraints)
         return tuple(ends[:carries]), ends[carries:]
 
-    # The length is passed too: a scan over no arrays has no other.
+    # Pass the length too: a scan over no arrays cannot read it from an array.
     options = {key: parameters[key] for key in ("length", "reverse", "unroll")}
     ends, stacked = jax.lax.scan(step, starts, rows, **options)
     return [*ends, *stacked]

@@ -99,7 +99,7 @@ def choose(
         elif BATCH not in names:
             reason = "no dim named BATCH"
         elif not cut.isdisjoint(atoms) or any(
-            # A factor that is not sharded, such as the 3 of fused projections.
+            # A merged dim with a factor that is not sharded, such as the 3 of fused projections.
             len(row) > 1 and any(name in (EMPTY, GROUP) for name, _ in row)
             for row in rows
         ):
@@ -190,12 +190,12 @@ def operations(jaxpr: Any) -> Iterator[str]:
     for _, equation in numbered(jaxpr):
         if equation.primitive.name == RESHARD:
             continue
-        # Ranks and not shapes, so that a call may have another batch size than the trace of
+        # Write ranks, not shapes, so that a call may have another batch size than the trace of
         # inference.
         ranks = [str(len(getattr(v.aval, "shape", ()))) for v in equation.outvars]
         yield f"{equation.primitive.name} {' '.join(ranks)}"
-        # Its values get no constraint, and its body may depend on the manager: under one,
-        # `linear_scan` is a shard_map.
+        # Skip the body of a custom VJP. Its values get no constraint, and it may depend on the
+        # manager: under a manager, `linear_scan` is a shard_map.
         if equation.primitive.name == "custom_vjp_call":
             continue
         for value in equation.params.values():

@@ -32,7 +32,7 @@ def scan(step: InferenceStep) -> list[ArrayFacts]:
     constants, carries = loop_body.fixed, loop_body.carried
     split = constants + carries
     scanned = step.values[split:]
-    # A value inside nested scans may be the carry of one and a row of another.
+    # Number the scans: in nested scans, a value may be the carry of one and a row of another.
     step.facts.loops += 1
     loop = step.facts.loops
     for value in scanned[1:]:

@@ -29,7 +29,7 @@ class EquationLocation:
     @property
     def source(self) -> str:
         """Line of the model, such as `model.py:12`, or empty."""
-        # Looked up when it is shown: most equations give no name, and their lines are never read.
+        # Look the line up only when it is shown, since most equations give no name.
         return _jax.source_line(self.caller, skip_libraries=True)
 
 

@@ -43,8 +43,8 @@ def is_residual(first: ActivationOrigin | None, second: ActivationOrigin | None)
         for parent in waiting.pop().parents:
             if parent is older:
                 return True
-            # A parent is less deep than its child, so no origin of at most this depth comes from
-            # `older`.
+            # A child is deeper than its parents, so an origin that is at most as deep as `older`
+            # does not come from `older`.
             if parent.depth > older.depth and parent not in seen:
                 seen.add(parent)
                 waiting.append(parent)

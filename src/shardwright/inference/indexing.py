@@ -65,7 +65,7 @@ def scatter(step: InferenceStep) -> list[ArrayFacts]:
     assert known is not None
     step.aligned(known)
     if index.data and index.learned:
-        # Activations choose along these dims, such as that of experts.
+        # Activations choose the index along these dims, such as the dim of experts.
         for at in numbers.scatter_dims_to_operand_dims:
             for atom in finest(old.dims[at]):
                 atom.routed = True

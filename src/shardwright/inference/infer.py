@@ -166,7 +166,7 @@ def _trace(
     except TypeError as error:
         every = [*leaves, *jax.tree_util.tree_flatten_with_path(tuple(inputs))[0]]
         wrong = [(path, leaf) for path, leaf in every if not _is_array(leaf)]
-        # Every leaf is an array, so the error is one of the model.
+        # Every leaf is an array, so the model itself raised the error.
         if not wrong:
             raise
         problems = [
@@ -238,8 +238,8 @@ def _name_all(
     name_windows(names)
     name_attention(names)
     name_experts(names)
-    # `name_experts` reads these matmuls itself. For the rules below, they are projections like any
-    # other.
+    # `name_experts` reads the matmuls of selected weights itself. The rules below treat them as
+    # projections like any other.
     facts.projections += selected
     name_slices(names)
     name_residual(names)

@@ -88,7 +88,7 @@ def _whole(dim: AtomDim, shards: int) -> AtomDim:
 
 def collective(step: InferenceStep) -> list[ArrayFacts]:
     """Return the operands, because sums over shards and permutations of shards keep all dims."""
-    # In a shard, a one-hot row may lack the 1, and in a sum over shards, it may have several.
+    # Clear `one_hot`: in a shard, a row may lack the 1, and a sum over shards may have several.
     return [dataclasses.replace(value, one_hot=None) for value in step.values]
 
 

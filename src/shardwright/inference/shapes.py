@@ -44,10 +44,10 @@ def cut(step: InferenceStep) -> list[ArrayFacts]:
     known, parameters, value = correspondence(step.equation), step.parameters, step.values[0]
     assert known is not None
     rank = range(len(value.dims))
-    # The starts of a dynamic slice are not known.
+    # A dynamic slice has no `start_indices`: its starts are not known.
     starts = parameters.get("start_indices", (None,) * len(rank))
     strides = parameters.get("strides") or (1,) * len(rank)
-    # The parts of a split follow each other.
+    # Each part of a split starts where the part before it ends.
     offsets = [0, *itertools.accumulate(parameters.get("sizes", ()))]
     results = []
     for shape, side, offset in zip(step.shapes, known.results, offsets, strict=False):
@@ -67,7 +67,7 @@ def _every(step: InferenceStep, whole: AtomDim, size: int, stride: int) -> AtomD
     """Return the dim that keeps one of `stride` elements: the major factor of the whole dim."""
     if size * stride != size_of(finest(whole)):
         return dim_slice(step, whole, size)
-    # Interleaved gate and up are a dim (elements, 2), and a stride of 2 takes one row of the 2.
+    # Interleaved gate and up make a dim (elements, 2). A stride of 2 takes one of the two.
     major, minor = regroup([whole], [size, stride])
     step.facts.rows.append(Use(dim=minor, location=step.location))
     return major

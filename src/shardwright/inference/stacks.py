@@ -59,8 +59,8 @@ def name_experts(names: Names) -> None:
         (key,) = matmul.batch
         names.give(key, EXPERT, Evidence("matrices are selected by a router", matmul.location))
         experts.append(key)
-    # No operation may relate the dim of the router's scores to that of the weights, as when a
-    # scatter sends the tokens. Then compare sizes.
+    # If a scatter sends the tokens, no operation relates the dim of the router's scores to the
+    # expert dim of the weights. Then compare sizes.
     sizes = {
         size_of(finest(dim)) for dim in experts if all(atom.name == EXPERT for atom in finest(dim))
     }

@@ -90,7 +90,7 @@ def _tables(facts: Facts, results: Sequence[ArrayFacts]) -> list[Tables]:
     counts = {
         size_of(finest(dim)) for dim in ends if learned(dim) and summed.isdisjoint(finest(dim))
     }
-    # The output projection is the table itself, as in a tied model.
+    # In a tied model, the output projection is the token table itself.
     is_tied = [any(not tied.isdisjoint(finest(each.key)) for each in group) for group in groups]
     fitting = [_rows(group[0]) in counts and _has_length(group) for group in groups]
     is_alone = len(groups) == 1 and _has_length(groups[0]) and not _reads_others(facts, groups[0])

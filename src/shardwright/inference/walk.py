@@ -100,7 +100,7 @@ class FactWalker:
         """
         known: dict[Any, ArrayFacts] = dict(zip(jaxpr.invars, values, strict=True))
         known |= {variable: _unknown(variable.aval) for variable in jaxpr.constvars}
-        # the file of the function, which may be one of JAX, such as `jnp.take`
+        # the file that defines the function; for `jnp.take`, it is a file of JAX
         function = getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or ""
         caller = called_at if _JAX in str(function) else None
 

@@ -234,7 +234,7 @@ def _moved(subject: Subject, axis: str, mode: str) -> bool:
     if not subject.exact:
         return bool(answers)
     mesh_axes = {
-        # The modes of one tensor are next to each other, so the quotient numbers the tensors.
+        # `answers` has all modes of one tensor, then of the next: the quotient numbers them.
         (at // len(MODES), mode_name(answer.mode)): [
             decision.mesh_axes for decision in answer.resolution.decisions
         ]

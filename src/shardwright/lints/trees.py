@@ -184,7 +184,7 @@ def _pairs(
         return
     for dim in dims:
         members = dict(dim.merged)
-        # A merged dim has the number of heads and their size, without a second dim.
+        # The merged dim HEAD*HEAD_DIM alone gives the number of heads and the head size.
         if axis in members and inner in members:
             yield members[axis], members[inner]
     by_axis = {
@@ -285,7 +285,7 @@ def unused_rules(subject: Subject) -> Iterator[Finding]:
     for path, axis, rule in subject.written():
         if complete and axis in SEMANTIC_AXES:
             continue
-        # The tables of parameters inherit from [rules], so its rules are for both roles.
+        # The tables of parameters inherit from [rules], so a rule of [rules] is for both roles.
         roles = {Role.PARAM if "params" in path[:-1] else Role.ACTIVATION}
         if path[0] == "rules":
             roles = {Role.ACTIVATION, Role.PARAM}

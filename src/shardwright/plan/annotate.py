@@ -32,11 +32,11 @@ class Annotation:
 
 
 annotate_axes_p = Primitive("annotate_axes")
-# The implementation and the lowering drop the annotation: only a walk reads it.
+# The implementation and the lowering drop the annotation: only the walk of a plan reads it.
 annotate_axes_p.def_impl(lambda x, **_: x)
 annotate_axes_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(annotate_axes_p, lambda _, x, **__: [x])
-# As for a constraint, the transpose annotates the cotangent in the same way.
+# The transpose gives the cotangent the same annotation, as for a sharding constraint.
 ad.deflinear2(
     annotate_axes_p,
     lambda cotangent, _, **parameters: [annotate_axes_p.bind(cotangent, **parameters)],
@@ -46,7 +46,7 @@ ad.deflinear2(
 def _batch(args: Any, dims: Any, *, annotation: Annotation, added: tuple[int, ...]) -> Any:
     """Batch an annotation: it says nothing about the dim that `vmap` adds."""
     (x,), (dim,) = args, dims
-    # The new dim shifts the dims of earlier `vmap`s that come after it.
+    # `vmap` inserts its dim at `dim`, so earlier `vmap` dims at `dim` or later move up by one.
     shifted = tuple(at + (at >= dim) for at in added)
     return annotate_axes_p.bind(x, annotation=annotation, added=(*shifted, dim)), dim
 
@@ -68,8 +68,8 @@ def annotate_weight(w: Any, use: Annotation, stored: Annotation) -> Any:
 
     @gathered.defjvp
     def _tangent(primals: tuple[Any], tangents: tuple[Any]) -> Any:
-        # The transpose of the tangent's annotation annotates the gradient. A custom VJP would need
-        # no tangent, but it does not support forward mode.
+        # JAX transposes this tangent rule, so the gradient is annotated too. A custom VJP needs
+        # no tangent rule, but does not support forward mode.
         (primal,), (tangent,) = primals, tangents
         return gathered(primal), annotate(tangent, stored)
 

@@ -62,7 +62,7 @@ class Row:
     @property
     def changed(self) -> bool:
         """Whether it moved, or a dim has another number of shards."""
-        # Two meshes may give one mesh axis different sizes.
+        # The mesh axes may be equal but have other sizes, such as tp=4 before and tp=8 after.
         return self.moved or self.before.shards != self.after.shards
 
     @property

@@ -215,12 +215,12 @@ def _lines(plan: Mapping[str, Any]) -> dict[str, frozenset[Hashable]]:
     """Return what a plan says about each line of the model, without the line's number."""
     lines: dict[str, Counter[Hashable]] = {}
     for event in _events(plan):
-        # The rules name lines of the strategy file, which may have moved as well.
+        # Leave out `rules`: their line numbers in the strategy file may differ between the plans.
         says = dataclasses.replace(event, source="", rules=())
         lines.setdefault(event.source, Counter())[says] += 1
     for source, mark in _marks(plan):
         lines.setdefault(source, Counter())[mark] += 1
-    # `SequenceMatcher` compares lines by their hashes.
+    # Return frozensets, because `SequenceMatcher` needs values that have a hash.
     return {source: frozenset(says.items()) for source, says in lines.items()}
 
 
@@ -295,7 +295,7 @@ def moved_lines(before: SaysByLine, after: SaysByLine) -> dict[str, str]:
     moved: dict[str, str] = {}
     for file in dict.fromkeys(source.rpartition(":")[0] for source in before):
         left, right = (
-            # If both plans say the same about a number, the line did not move.
+            # Leave out the line numbers of which both plans say the same: those lines did not move.
             [each for each in _lines_of(file, lines) if before.get(each) != after.get(each)]
             for lines in (before, after)
         )

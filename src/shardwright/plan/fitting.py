@@ -75,7 +75,7 @@ def find_other_mesh(program: Program, manager: Manager, topology: Topology) -> F
             continue
         if held <= topology.chip.hbm_bytes:
             meshes.append((held, sizes))
-    # Without a key, meshes with equal state would be compared, and dicts have no order.
+    # Sort by bytes only: of two meshes with equal bytes, `sort` would compare the dicts, and fail.
     meshes.sort(key=lambda each: each[0])
     return _first_fitting(program, manager, ((topology, sizes) for _, sizes in meshes[:_TRIES]))
 
@@ -149,7 +149,7 @@ def _larger(sizes: Mapping[str, int], topology: Topology, held: int) -> Iterator
     others = math.prod(size for axis, size in sizes.items() if axis != largest)
     slices = sorted(
         all_topologies(chip),
-        # Of slices with as many devices, the most compact one is tried.
+        # Of slices with the same number of devices, the most compact one comes first and is tried.
         key=lambda each: (each.devices, max(each.shape), each.shape),
     )
     seen: set[int] = set()
@@ -182,8 +182,8 @@ class FittingRules:
     needs: int
 
     def __str__(self) -> str:
-        # The text has the table's header, since a dotted key at the end of a file is in its last
-        # table.
+        # Show the header of the table, such as [params]: a dotted key that a user appends to a file
+        # belongs to the file's last table.
         written = [
             f'[{table or "rules"}] {name} = "{text}"'
             for key, text in self.settings.items()
@@ -252,7 +252,7 @@ def _changes(
         first = own.partition("|")[0].strip()
         rest = f" | {own}" if "|" in own else ""  # the fallbacks stay
         wider = axis if first == "-" else f"{first}+{axis}{rest}"
-        # A weight that is used as stored keeps the mesh axis in matmuls, where the batch competes.
+        # Gather weights over the mesh axis too, or the batch competes for it in matmuls.
         gather = "+".join(dict.fromkeys([*policy.gather, axis]))
         is_policy = name in ("largest_dim", "zero1")
         change = {f"{'policy' if is_policy else 'params'}.{name}": wider}

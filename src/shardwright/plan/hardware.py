@@ -220,7 +220,7 @@ def read_hardware(overlay: str | None = None) -> dict[str, Chip]:
     if overlay is not None:
         source = Path(overlay).name
         for name, cells in _read_overlay(overlay).items():
-            # Keys replace each other one by one, so a user's file may name only those that differ.
+            # A user's file replaces single keys, so it may have only the keys that differ.
             data[name] = {**data.get(name, {}), **cells}
     problems: list[Problem] = []
     for name, cells in data.items():
@@ -314,7 +314,7 @@ def _chip(name: str, cells: Mapping[str, Any]) -> Chip:
     share = cells.get("pool_share", {"value": 1.0})["value"]
     # Memory is in GiB, of 2**30 bytes, and rates are in GB/s, of 10**9, as vendors state them.
     networks = {key.removesuffix("_gbps"): rate(key, 1e9) for key in cells if key in _NETWORKS}
-    # A domain is one side, of any length up to its size.
+    # GPUs: a domain, such as 8 GPUs on NVLink, is one side of 1 to `domain` devices.
     most = cells.get("domain", 0)
     shapes = cells.get("shapes", [str(count) for count in range(1, most + 1)])
     return Chip(
@@ -329,7 +329,7 @@ def _chip(name: str, cells: Mapping[str, Any]) -> Chip:
         flops=flops,
         fp8_flops=rate("fp8_tflops", 1e12, flops),
         f32_flops=rate("f32_tflops", 1e12, flops),
-        # The file has the memory of a device.
+        # `hbm_gib` in the file is per device, and the rates are per chip.
         hbm_bytes=int(cells["hbm_gib"]["value"] * share * 2**30),
         hbm_rate=rate("hbm_gbps", 1e9),
         link_rates=(link["low"] * 1e9 / devices, link["high"] * 1e9 / devices),
@@ -452,5 +452,5 @@ def _distance(known: SliceShape, wanted: SliceShape) -> tuple[float, int]:
     """Return a distance between two slices: first by the number of chips, then by the sides."""
     chips = math.prod(known) / max(1, math.prod(wanted))
     pairs = itertools.zip_longest(sorted(known), sorted(wanted), fillvalue=1)
-    # Half as many chips are as far away as twice as many.
+    # The logarithm: half as many chips are as near as twice as many.
     return abs(math.log(chips)), sum(abs(a - b) for a, b in pairs)

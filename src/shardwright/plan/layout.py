@@ -108,7 +108,7 @@ class Layout:
         )
         if chip.domain:
             others = self.devices_inside(mesh_axes) - 1
-            # A domain may have only one device.
+            # If `mesh_axes` have one device in each domain, they use no link inside a domain.
             links = chip.links if others else 0
             if others and not chip.switched:
                 links *= others / (chip.domain - 1)
@@ -247,7 +247,7 @@ def _parts_of_sides(
         )
 
     for axis, size in reversed(list(sizes.items())):
-        # `mesh_utils._prefer_first_logical_axis_assignment` has the same order.
+        # The ranks follow `mesh_utils._prefer_first_logical_axis_assignment`.
         best = max(_splits(free, size), key=rank)
         taken[axis] = {side: length for side, length in best.items() if length > 1}
         for side, length in best.items():

@@ -85,7 +85,7 @@ def inside_seconds(
     parts = [part for axis in mesh_axes for part in layout.parts.get(axis, ())]
     hops = sum(part.hops for part in parts)
     if kind is Kind.PERMUTE:
-        # A neighbor is one hop away, over one link.
+        # A permute sends to a neighbor: one hop, over one link.
         slow, hops = chip.link_rates[0], min(1, len(parts))
     exchanged = wire_bytes * _EXCHANGE if kind is Kind.ALL_TO_ALL else wire_bytes
     # Bytes and latency overlap, so the longer one counts, as in the scaling book.
@@ -107,9 +107,9 @@ class _Protocol:
     network: float
 
 
-# LL sends a flag with every 4 bytes. NCCL gives it half of the bandwidth, and caps it by tables of
-# CPUs and GPUs. Here LL has a quarter, as in releases without the tables. Simple has the whole
-# bandwidth.
+# LL, then Simple: two protocols of NCCL. LL sends a flag with every 4 bytes. NCCL gives LL half of
+# the bandwidth, capped by tables of CPUs and GPUs. Here LL has a quarter, as in releases without
+# the tables. Simple has the whole bandwidth.
 _RING: Final = (
     _Protocol(share=0.25, start=6.6, nvlink=0.6, pcie=1.0, network=2.7),
     _Protocol(share=1.0, start=8.4, nvlink=3.4, pcie=5.7, network=14.0),
@@ -137,7 +137,7 @@ def nccl_ways(
         if kind is Kind.PERMUTE:
             steps = protocol.network if domains > 1 else hop
         else:
-            # A ring of all devices: one step of every `inside` crosses to the next domain.
+            # In a ring of all devices, one of every `inside` steps crosses to the next domain.
             passes = 2 if kind is Kind.ALL_REDUCE else 1
             steps = passes * ((inside - 1) * domains * hop + (domains - 1) * protocol.network)
         yield protocol.share, (protocol.start + steps) * _MICROSECOND

@@ -126,7 +126,7 @@ class PlanReport:
     time: TimeRange | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        # Computed once: a search reads it dozens of times per candidate, to sort and compare.
+        # Estimate the time once: a search reads it dozens of times per candidate, to compare.
         time = None
         if self.layout is not None:
             held = self.state.of().per_device
@@ -145,7 +145,7 @@ class PlanReport:
         workspace = 0 if self.layout is None else self.layout.topology.chip.workspace
         if not workspace or not self.walked.flops:
             return peak
-        # XLA gives cuBLAS a workspace in the pool of the program, if it calls cuBLAS.
+        # If the program calls cuBLAS, XLA takes a workspace for it from the program's memory pool.
         kinds = {**peak.kinds, "workspace of cuBLAS": workspace}
         return dataclasses.replace(peak, high=peak.high + workspace, kinds=kinds)
 
@@ -287,7 +287,7 @@ def read_arguments(
 
 def _roles(program: Program) -> list[Role | None]:
     """Return the role of each array of the arguments, or None where its annotation decides."""
-    # Moments have the annotation of their parameter. Only the category shows that `zero1` applies.
+    # A moment has its parameter's annotation. Only its category shows that `zero1` applies.
     categories = read_holds(program.shapes, program.holds)
     return [None if category is None else ROLES[category] for category in categories]
 
@@ -313,14 +313,14 @@ def price(
       ShardingError: An annotation does not resolve.
     """
     shapes = program.shapes
-    # Check this before the walk, which takes the first of several possible roles of an output.
+    # Check outputs first: if an output may have several roles, the walk takes the first one.
     check_outputs(traced, manager)
     _check_weights(manager, traced, program)
     state = program_state(manager, traced, program)
     walked = walk(
         traced,
         manager,
-        # Gradients come after the arguments. They are not inputs of the trace.
+        # `state.leaves` has the arguments, then gradients, which are no inputs of the trace.
         kinds=[str(leaf.category) for leaf in state.leaves[: len(traced.inputs)]],
         donated=[
             at in program.donated for at, tree in enumerate(shapes) for _ in jax.tree.leaves(tree)
@@ -393,7 +393,7 @@ def _with_gather(
         for entry in leaf.bytes.spec
         for axis in entry_names(entry)
     }
-    # Other mesh axes stay in matmuls on purpose, as in tensor parallelism.
+    # Only axes of `policy.gather`: on purpose, weights keep other axes in matmuls, such as tp.
     gathered = stored.intersection(manager.rules.policy.gather)
     return tuple(
         dataclasses.replace(

@@ -31,7 +31,7 @@ def find_renaming(
       old: Mesh axis -> size, of the mesh of the trace.
       new: The same of the other mesh.
     """
-    # An axis of one device may be in any spec without a change of shapes.
+    # An axis of one device may be in any spec: shapes stay the same, so it needs no partner.
     renaming: dict[str, tuple[str, ...]] = {axis: () for axis, size in old.items() if size == 1}
     for before, after in pairs:
         if before is None or after is None:
@@ -43,7 +43,7 @@ def find_renaming(
             if not _extend(renaming, held, goal, old, new):
                 return None
     used = {axis for axes in renaming.values() for axis in axes}
-    # Mesh axes that no answer names may still be in a `shard_map`, so they need partners too.
+    # Mesh axes that are in no resolved spec may be in a `shard_map`, so they need partners too.
     left = [axis for axis, size in old.items() if size > 1 and axis not in renaming]
     free = [axis for axis, size in new.items() if size > 1 and axis not in used]
     return renaming if _extend(renaming, left, free, old, new) else None

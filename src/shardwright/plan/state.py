@@ -222,7 +222,7 @@ def count_tensors(
                 for number in range(copies)
             ]
     counted = count_state(manager, arrays)
-    # `count_state` adds gradients only beside optimizer state, and does so in every mode.
+    # `count_state` adds gradients only if there is optimizer state, but then in every mode.
     leaves = counted.leaves
     if train and Category.GRADIENTS not in counted.categories:
         leaves += tuple(gradients(leaves))

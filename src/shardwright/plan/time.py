@@ -69,10 +69,10 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
         + work.fp8_flops / chip.fp8_flops
         + work.f32_flops / chip.f32_flops
     )
-    # The smallest branches are assumed to compute in the types of the largest ones.
+    # `min_flops` takes the smallest branches, which are assumed to use the types of the largest.
     low = high * work.min_flops / max(work.flops, 1)
     moved = work.host_bytes / chip.host_rate if chip.host_rate else 0.0
-    # Matmuls may read an argument several times or, as a table of embeddings, not at all.
+    # Matmuls may read an argument several times or, like an embedding table, not at all.
     read = max(state_bytes, walked.matmul_bytes) / chip.hbm_rate
     links: dict[tuple[str, ...], SecondsRange] = {}
     for event in walked.events:
@@ -93,6 +93,6 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
         matmuls=SecondsRange(low=low, high=high / _LEAST_USE),
         memory=SecondsRange(low=state_bytes / chip.hbm_rate, high=read),
         links=links,
-        # At best, half of the bytes go each way at once.
+        # At best, half of the bytes go to the host while the other half come from it.
         host=SecondsRange(low=moved / 2, high=moved),
     )

@@ -115,7 +115,7 @@ class Trace:
             return None
         if self.fits_all and not is_typed(manager):
             return {}
-        # Such a sharding names mesh axes, and `find_renaming` does not see it.
+        # A NamedSharding of an input names mesh axes, and `find_renaming` does not see them.
         own = any(isinstance(given, NamedSharding) for given in self.inputs)
         if own or not self._runs_alike(manager) or self.typed_for or is_typed(manager):
             return {} if self.fits(manager) else None
@@ -183,7 +183,7 @@ class Recorder:
         if self.typed:
             self._keep(decided.request, decided.placement.spec)
             x = constrain(x, decided)
-        # Only this shows that the array is in a stage of a pipeline.
+        # Keep only STAGES in `manual`: it shows that the array is in a stage of a pipeline.
         request = decided.request._replace(manual=decided.request.manual & {STAGES})
         return annotate(x, Annotation(request, decided.strict))
 
@@ -209,7 +209,7 @@ def planning_manager(manager: Manager) -> tuple[Manager, Recorder]:
     It resolves every request like the given manager, on the same mesh.
     """
     recorder = Recorder(typed=is_typed(manager))
-    # The token is new and small: JAX reuses no trace with annotations, and never frees its keys.
+    # A new token, so that JAX reuses no trace with annotations. It is small: JAX never frees it.
     effect = Effect(recorder.place, recorder.gather, object(), recorder.record)
     return manager.having(effect=effect), recorder
 
@@ -253,7 +253,7 @@ def trace(
             "were given",
             fix="give one annotation, or a tree of annotations, for each argument",
         )
-    # The planning manager must not do this: it would record the requests as the program's own.
+    # Use `manager`: `planning` would record these requests as requests of the program.
     shardings = [_type_sharding(each, manager) for each in inputs]
     arguments = jax.tree.unflatten(structure, map(argument_of, leaves, shardings))
 
@@ -262,7 +262,7 @@ def trace(
         try:
             return fetching(planning, function)(*arguments)
         except Exception as error:
-            # `jit` removes JAX's frames from the traceback, and they tell who raised the error.
+            # Check inside `jit`, which removes JAX's frames later: they tell who raised the error.
             if not recorder.typed or not _jax.refuses_shardings(error):
                 raise
             reason = " ".join(str(error).split())
@@ -323,7 +323,7 @@ def sharding_of(given: ShardingRequest | NamedSharding | None, manager: Manager)
         return manager.sharding_of(manager.answer(given))
     if given is None:
         return NamedSharding(manager.mesh, PartitionSpec())
-    # Its own mesh may have devices, or other axis types.
+    # Use the manager's mesh: the mesh of `given` may have devices, or other axis types.
     return NamedSharding(manager.mesh, given.spec, memory_kind=given.memory_kind)
 
 
@@ -333,7 +333,7 @@ def _type_sharding(
     """Return the part of the sharding of an argument that JAX needs in its type, or None."""
     if is_typed(manager):
         return sharding_of(given, manager)
-    # Over Auto axes, specs would become part of the trace, which many strategies share.
+    # On an Auto mesh, give no spec: it would be part of the trace, which many strategies share.
     if not _is_on_host(given, manager):
         return None
     return NamedSharding(manager.mesh, PartitionSpec(), memory_kind=host_kind(manager.mesh, None))

@@ -78,7 +78,7 @@ def _follow(
         for body in bodies(equation):
             own = body.of_operands(operands)
             if body.runs is not Runs.ONCE:
-                # Carries change, and a scan cuts the first dim of the operands after them.
+                # Carries change: no weights. A scan cuts the first dim of the operands after them.
                 rows = body.fixed + body.carried
                 cut_rows = [each and (each[0], each[1] + 1) for each in own[rows:]]
                 own = [*own[: body.fixed], *[None] * body.carried, *cut_rows]

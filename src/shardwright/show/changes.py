@@ -54,7 +54,7 @@ def _moved_lines(comparison: PlanComparison) -> list[str]:
 
 
 def _place_text(old: str, new: str) -> str:
-    # Both are lines of one file, so the number of the second one is enough.
+    # `old` and `new` are lines of one file, so the line number of `new` is enough.
     return f"{old} -> {new.rpartition(':')[2]}"
 
 

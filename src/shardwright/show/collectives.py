@@ -66,7 +66,7 @@ def _row_key(collective: Collective) -> tuple[str, ...]:
         if collective.dtype == collective.wire_dtype
         else f"{collective.dtype} (as {collective.wire_dtype})"
     )
-    # This is part of the key: a sure number of runs and a bound have no common sum.
+    # `unsure` is part of the key: a sure number of runs and a bound have no common sum.
     if collective.count is None:
         unsure = "?"
     else:

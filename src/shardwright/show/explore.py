@@ -169,7 +169,7 @@ def _plan(
     report: PlanReport, tensors: list[list[Any]], pools: Mapping[str, _Pool]
 ) -> dict[str, Any]:
     memory, time, texts = report.memory, report.time, pools["texts"]
-    # The parts have the names of the text of a plan. The time of the whole run comes first.
+    # Parts are named as in the text of a plan. Here, the time of the whole run comes first.
     spans: list[tuple[str, float, float, str]] = []
     if time is not None and report.layout is not None:
         *parts, whole = time_rows(time, report.layout)
@@ -217,8 +217,8 @@ def _tensors(
 
     Arrays of one row differ only in the numbers of their paths, such as the layers of a model.
     """
-    # Candidates may share a walk, whose report then names the rules of another strategy. So the
-    # decisions are those of the candidate's own manager. Gradients come after the arguments.
+    # Candidates may share a walk, whose report then names the rules of another strategy. So take
+    # the decisions from the candidate's own manager. Gradients come after the arguments.
     given = read_arguments(manager, program)
     rows: dict[tuple[Any, ...], list[StateLeaf]] = {}
     for leaf, source in zip(report.state.leaves, given, strict=False):

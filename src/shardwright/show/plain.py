@@ -18,7 +18,7 @@ def plain(value: Any) -> Any:
     fields.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # Another format would break the reader, so the class itself decides on it.
+        # `from_json` of the class reads this format, so the class itself writes it.
         if hasattr(type(value), "from_json"):
             return value.to_json()  # type: ignore[attr-defined]
         own = function_for(data_of, value)

@@ -266,7 +266,7 @@ def time_rows(time: TimeRange, layout: Layout) -> list[tuple[str, float, float, 
     for axes, span in time.links.items():
         parts.append(("+".join(axes), span, _rates_text(axes, layout)))
     whole = SecondsRange(low=time.low, high=time.high)
-    # This is not the sum of the parts, because at best all of them overlap.
+    # `whole` is not the sum of the parts, because at best all of them overlap.
     parts.append(("all", whole, "from full overlap to none; not calibrated"))
     return [(name, span.low, span.high, assumed) for name, span, assumed in parts]
 

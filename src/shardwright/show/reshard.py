@@ -68,7 +68,7 @@ def _sent(route: Route) -> Iterable[tuple[str, tuple[str, ...], int, int]]:
         # An exchange numbers all devices in one list, so its permutes belong to no mesh axis.
         yield str(MoveKind.PERMUTE), (), count * route.rounds, route.bytes_sent
     else:
-        # A leaf that moves here is a transfer or an upload. The ways have these names.
+        # Any other leaf that moves is a transfer or an upload, and `route.way` has this name.
         yield str(route.way), (), count, route.bytes_sent
 
 

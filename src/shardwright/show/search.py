@@ -220,7 +220,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "strategy": candidate.name,
         "mesh": dict(candidate.sizes),
         "settings": dict(candidate.settings),
-        # At least, and at most.
+        # The lower and the upper bound of the time.
         "seconds": [candidate.min_seconds, candidate.seconds],
         "memory": [
             max(report.memory.low for report in reports.values()),

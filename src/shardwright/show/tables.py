@@ -60,7 +60,7 @@ def remarked_table(
     *others, remarks = [max(map(len, column)) for column in _columns(rows)]
     room = width - len(indent) - sum(others) - _GAP * len(others)
     words = [word for row in rows for word in row[-1].split()]
-    # The remarks fit whole, or they wrap between words in a column that is still readable.
+    # Keep one table if the remarks fit whole, or wrap in a column that is still readable.
     if room >= min(remarks, max(_PROSE, *map(len, words))):
         return table(rows, indent=indent, width=width, prose=len(others))
     widths = _fit(_columns([row[:-1] for row in rows]), width - len(indent), None, ())

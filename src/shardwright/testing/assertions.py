@@ -226,7 +226,7 @@ def assert_collectives(
             "or use assert_no_collectives"
         )
     _check_counts({**{str(kind): count for kind, count in wanted.items()}, "bytes": bytes})
-    # Only the bytes depend on element types, and these may take a second compilation.
+    # Only bytes depend on element types, and finding the types may take a second compilation.
     compiled = read_program(
         program, args, mesh=mesh, manager=manager, trips=trips, own_types=bytes is not None
     )
@@ -273,7 +273,7 @@ def assert_no_collectives(
     """
     __tracebackhide__ = True
     compiled = read_program(program, args, mesh=mesh, manager=manager)
-    # This also forbids collectives over that axis together with others.
+    # `exactly=False` also forbids collectives over `axis` together with other mesh axes.
     over = compiled.over(axis, exactly=False)
     if over:
         problems = [

@@ -364,7 +364,7 @@ def _expected(case: Case, dtype: str) -> dict[str, Any]:
     )
     options = read_options({**arrays, **case.options, "mode": case.mode})
     operands, call = read(q, k, v, options)
-    # The oracle is BTHD only.
+    # The oracle takes only the layout BTHD, so BHTD arrays are transposed.
     turned = (
         functools.partial(np.swapaxes, axis1=1, axis2=2) if call.layout == "BHTD" else np.asarray
     )
@@ -395,8 +395,8 @@ def _compare(what: str, actual: Any, want: Any, tolerances: Tolerances, dtype: s
         tolerance = tolerances.backward if gradient else tolerances.forward
         error = np.abs(actual - want).max() / max(1.0, np.abs(want).max())
     else:
-        # The rounding of a single bfloat16 element may be large beside its value; the norm over all
-        # elements is stable.
+        # The error of a single bfloat16 element may be large relative to its value. The norm over
+        # all elements is stable.
         tolerance, error = (
             tolerances.relative,
             np.linalg.norm(actual - want) / max(float(np.linalg.norm(want)), 1e-6),

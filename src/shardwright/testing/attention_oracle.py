@@ -14,7 +14,7 @@ import numpy as np
 from shardwright.attention.call import Arithmetic, Operands
 from shardwright.attention.parts.dropout import keep_factors
 
-# The limit is repeated here, so that the oracle does not depend on `masks`.
+# The bound of `masks`, at which a bias hides a pair, copied so that the oracle is independent.
 _HIDING = np.float32(-2e38)
 
 
@@ -77,7 +77,7 @@ def backward(operands: Operands, recipe: Arithmetic, *, do: Any, dlse: Any) -> d
         "v": _by_kv_head(np.einsum("bhts,bthd->bshd", softmax.p * softmax.keep, do), operands),
     }
     if operands.bias is not None:
-        # The bias was broadcast over dims of size 1, so their gradient is a sum.
+        # The bias was broadcast along its dims of size 1, so its gradient is a sum over these dims.
         shared = tuple(dim for dim, size in enumerate(operands.bias.shape) if size == 1)
         grads["bias"] = np.sum(dlogits, axis=shared, keepdims=True)
     if operands.sinks is not None:

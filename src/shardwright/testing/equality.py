@@ -22,7 +22,7 @@ from shardwright.testing.programs import function_name, is_same_everywhere
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.units import bytes_text
 
-# Relative to the largest value of an array. Only the order of summation may differ.
+# Tolerances, relative to the largest value of an array. Only the order of summation may differ.
 _RTOL = {"float64": 1e-11, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 _HEAD = (
     "tensor",

@@ -52,7 +52,7 @@ def cpu_mesh(
     """
     spec = parse_mesh(axis_dims, axis_names)
     needed = math.prod(size for size in spec.sizes if size != INFER)
-    # The number is fixed as soon as the backend starts, so take enough for later meshes too.
+    # The number of devices is fixed once the backend starts, so take enough for later meshes too.
     devices = _ensure(wanted=max(USUAL, needed), needed=needed)
     return create_mesh(axis_dims, axis_names, devices=devices, axis_types=axis_types)
 

@@ -199,7 +199,7 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
     lines += [
         "",
         *table(
-            # Show wrong ones first, because the table has room for only a few rows.
+            # Show wrong placements first, because the table has room for only a few rows.
             [_HEAD, *map(_row, [*wrong, *right][:rows])],
             whole=_SPECS,
         ),
@@ -292,7 +292,7 @@ def _differences(pair: Wanted) -> list[str]:
     has, wants = _unreduced(own), _unreduced(wanted)
     if has != wants:
         lines.append(f"unreduced over: {'+'.join(has) or '-'}, not {'+'.join(wants) or '-'}")
-    # Devices, or their order. They never differ if a mesh is abstract.
+    # Compare devices and their order. A mesh that is abstract has no devices to compare.
     concrete = isinstance(own.mesh, Mesh) and isinstance(wanted.mesh, Mesh)
     if concrete and _devices(own) != _devices(wanted):
         lines.append(f"devices: {_devices_text(own)}, not {_devices_text(wanted)}")

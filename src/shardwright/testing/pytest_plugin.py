@@ -206,7 +206,7 @@ def managed(case: MeshCase, mesh: Mesh, *, root: Path) -> Iterator[PartitionMana
         manager = PartitionManager(_strategy(case.strategy, root), mesh=mesh, mode=case.mode)
     except ShardingError as error:
         raise _failure(str(error)) from None
-    # Nest them in this order, so that the manager of the fixture does not count as left behind.
+    # Enter the manager first, so that `nothing_left` does not count it as left behind.
     with manager, nothing_left():
         yield manager
 

@@ -107,8 +107,8 @@ def ring_bytes(kind: Kind, whole: int, devices: int) -> int:
     """Return the bytes that each device sends on a ring, for an array of `whole` bytes."""
     if kind in (Kind.PERMUTE, Kind.BROADCAST):
         return whole
-    # A device keeps its own part and sends the other ones. An all-reduce on a ring is a reduce-
-    # scatter and an all-gather.
+    # A device keeps its own part and sends the other `devices - 1` parts. A ring runs an all-reduce
+    # as a reduce-scatter and then an all-gather.
     one_pass = -(-whole * (devices - 1) // devices)
     return 2 * one_pass if kind is Kind.ALL_REDUCE else one_pass
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 
 from shardwright.plan.collectives.hlo import Computation, Instruction, Module, bits_of
 
-# Wide type -> the type that XLA widens to it in reductions.
+# Key: type in which XLA reduces. Value: type of the program, which XLA widens for reductions.
 _PROMOTED = {"f32": "bf16", "s32": "s16", "u32": "u16"}
-# Wide type -> the integers that XLA widens to it around any collective. int8 is left out: a program
-# may itself widen it, to add in int32.
+# Key: type that XLA sends in any collective. Value: integer type of the program, which XLA widens.
+# s8 is no value here: a program may itself widen s8 to s32, to add it.
 _UNPACKED = {"s8": "s4", "u8": "u4"}
 _MOVES = frozenset(
     {"bitcast", "copy", "reshape", "transpose", "slice", "dynamic-slice", "broadcast"}
@@ -35,7 +35,7 @@ def program_type(
     wire = operand.shapes[0].dtype
     lone = len(instruction.operands) == 1
     reduction = instruction.attributes().get("to_apply", "")
-    # XLA also marks re-associated sums as promoted, although their type may be wide in the program.
+    # XLA names re-associated sums `_reassoc_promoted`, though the program itself may add in `wire`.
     promoted = wire in _PROMOTED and reduction.removesuffix("_reassoc_promoted").endswith(
         "_promoted"
     )
@@ -44,9 +44,9 @@ def program_type(
             return _PROMOTED[wire]
         adder = module.computations.get(reduction.lstrip("%"))  # absent if the text was cut
         adds = wire if adder is None else adder.root.shapes[0].dtype
-        # Only types of up to 8 bits: for wider ones, XLA names the computation `_promoted`. Without
-        # that name, the program may itself add in the wider type, in mixed precision on another
-        # backend.
+        # Return only types of up to 8 bits. If XLA widens a larger type, such as bf16, it names
+        # the adder `_promoted`. Without that name, the program may itself add in the wider type, in
+        # mixed precision on another backend.
         return adds if bits_of(adds) <= 8 and _widens(adds, wire) else wire
     goes_to = set(
         _uses(

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardwright.errors import ProgramError
 from shardwright.plan.collectives.frames import source_lines
 
-# XLA numbers the elements of long tuples with such comments.
+# XLA numbers the elements of long tuples with comments such as `/*index=5*/`.
 _COMMENT = re.compile(r"/\*index=\d+\*/")
 # Metadata of a Pallas kernel: the only attribute that XLA prints on several lines.
 _BROKEN = re.compile(r'kernel_metadata=\{\n(?:"[^\n]*\n)*\}\}[^\n]*\n')
@@ -246,7 +246,7 @@ def _instruction(line: str, number: int) -> Instruction:
     if match is None:
         raise _unreadable(line, number)
     at = match.end()
-    # The type of a tuple contains spaces, that of an array does not.
+    # The type of a tuple contains spaces, as in `(f32[2], s32[])`. The type of an array has none.
     end = _closing(line, at) + 1 if line.startswith("(", at) else line.find(" ", at)
     is_tuple = line.startswith("(", at)
     shapes = tuple(

@@ -28,8 +28,8 @@ _BETWEEN_SLICES: Mapping[str, Kind] = {
 }
 
 
-# Any other opcode that matches is an unknown collective. It is an error: if it were skipped, the
-# program would seem to send less than it does.
+# An opcode that matches here but is not in `_OPCODES` is an unknown collective, and an error: if it
+# were skipped, the program would seem to send less than it does.
 _COLLECTIVE_NAME = re.compile(r"all-|collective-|reduce-scatter|ragged-all")
 
 
@@ -64,7 +64,7 @@ def kind_of(instruction: Instruction) -> Kind | None:
                 )
             return _BETWEEN_SLICES[match[1]]
         return Kind.PERMUTE if SEND_PAIRS.search(instruction.rest) else None
-    # Only the start of an async pair counts. The check below still knows `-update` and `-done`.
+    # Only `-start` of an async pair counts. `-update` and `-done` are known, so no error.
     kind = _OPCODES.get(instruction.opcode.removesuffix("-start"))
     if (
         kind is None
@@ -93,7 +93,7 @@ def calls_of(instruction: Instruction) -> Iterator[tuple[str, tuple[str, ...]]]:
             attributes.get("false_computation", ""),
         ]
         callees = [name.strip().lstrip("%") for name in names if name]
-        # The first operand is the predicate, or the index of the branch.
+        # Operand 0 of a `conditional` is its predicate or branch index, which no branch gets.
         yield from zip(callees, ((operand,) for operand in instruction.operands[1:]), strict=True)
         return
     # In other instructions, `to_apply` is a scalar function that a reduction applies.

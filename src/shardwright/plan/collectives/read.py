@@ -170,7 +170,7 @@ class _Reader:
                 body_frame(self.module, frame, instruction), _product(times, trips), maybe
             )
         if condition in self.holding:
-            # The condition runs once more than the body: it also ends the loop.
+            # The condition runs once more than the body: its last run is false and ends the loop.
             inside = Frame(computation=self.module.computations[condition])
             yield from self.visit(
                 inside, _product(times, None if trips is None else trips + 1), maybe
@@ -217,7 +217,7 @@ class _Reader:
             whole = self._collective(
                 inner, part, Kind.REDUCE_SCATTER if scatters else kind, times, maybe
             )
-            # Often, only the fusion has the name of the operation.
+            # Often the fusion has an operation name, and the collective inside it has none.
             outer = instruction.attributes().get("metadata", "")
             yield (
                 whole
@@ -238,7 +238,7 @@ class _Reader:
         attributes = instruction.attributes()
         between = instruction.opcode == "send" and MEGASCALE.search(instruction.rest) is not None
         span = self._span_of(instruction, attributes, between)
-        # The other operands are the token of a send, or the offsets and sizes of a ragged exchange.
+        # Only operand 0 is data: a send also has a token, a ragged exchange offsets and sizes.
         payload = (
             instruction.operands[:1]
             if instruction.opcode == "send" or kind is Kind.RAGGED_ALL_TO_ALL
@@ -256,7 +256,7 @@ class _Reader:
         own = [
             self._program_dtype(computation, instruction, at, wire) for at, wire in enumerate(wires)
         ]
-        # The operand of an all-gather is one shard, and its bytes are those of the result.
+        # The operand of an all-gather is one shard, but the bytes of the whole result are counted.
         times_over = span.devices if kind is Kind.ALL_GATHER else 1
         logical = sum(
             times_over * bytes_of(dtype, shape.elements)

@@ -148,7 +148,7 @@ def _by_axes(match: re.Match[str], text: str) -> Groups:
             shape.append(size)
             major *= size
     rest = [dim for dim in range(len(shape)) if dim not in member]
-    # Members are in the order in which the text names the axes. It may differ from mesh order.
+    # The text names the axes in the order of the members, which may differ from mesh order.
     order = [where[key] for key in taken]
     group = math.prod(shape[dim] for dim in order)
     return _rows(positions.reshape(shape).transpose([*rest, *order]).reshape(-1, group))
@@ -220,7 +220,7 @@ def span_of_pairs(
     pairs: Groups, sizes: Mapping[str, int], *, positions: Sequence[int] | None = None
 ) -> GroupSpan:
     """Return the mesh axes along which pairs send. `devices` is the size of the longest chain."""
-    # A device that sends to itself copies within its memory.
+    # A pair such as (3, 3) sends nothing: device 3 copies within its own memory.
     moving = tuple(pair for pair in pairs if pair[0] != pair[1])
     span = span_of(moving, sizes, positions=positions)
     longest = _longest_chain(moving)

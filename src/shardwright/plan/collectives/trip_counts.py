@@ -33,7 +33,7 @@ _COMPARE: Mapping[str, Callable[[int, int], bool]] = {
 
 
 def _quotient(a: int, b: int) -> int:
-    # Rounds toward zero, as XLA divides.
+    # Round toward zero, as XLA does. Python's `//` rounds down.
     return (abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1)
 
 
@@ -94,7 +94,7 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
     body = module.computations[attributes["body"].lstrip("%")]
     try:
         return _run(module, condition, body, _start(module, frame, loop))
-    # Values are read recursively, so a very long chain of instructions counts as data.
+    # `_value` is recursive: a very long chain of instructions overflows, and the count is unknown.
     except RecursionError:
         return None
 
@@ -110,8 +110,8 @@ def body_frame(module: Module, frame: Frame, loop: Instruction) -> Frame:
 def _start(module: Module, frame: Frame, loop: Instruction) -> tuple[int | None, ...]:
     """Return the integers of a loop's start values; empty if the state is not a flat tuple."""
     body = module.computations[loop.attributes()["body"].lstrip("%")]
-    # Shapes of nested tuples are flattened. The position of a shape is then not the position of an
-    # element.
+    # `loop.shapes` has the shapes of nested tuples one after another. So with a nested tuple, the
+    # position of a shape is not the position of an element of the state.
     nested = body.root.opcode == "tuple" and len(body.root.operands) != len(loop.shapes)
     if nested or not loop.is_tuple:
         return ()
@@ -211,7 +211,7 @@ def _computed(module: Module, frame: Frame, instruction: Instruction) -> int | N
             module, frame, instruction.operands[0], int(instruction.attributes()["index"])
         )
     if instruction.opcode == "parameter":
-        # The state of a loop is a tuple, which `_element` reads, so it is no operand here.
+        # An argument is a caller's (frame, name), or a loop's state, which only `_element` reads.
         argument: Any = (
             frame.arguments[int(instruction.literal)]
             if int(instruction.literal) < len(frame.arguments)

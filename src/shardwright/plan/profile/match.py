@@ -8,8 +8,8 @@ from typing import Final
 from shardwright.plan.collectives.collective import Collective, Kind
 from shardwright.plan.walk.events import Event
 
-# Kinds that a compiler may have replaced, besides the kind itself: XLA for CPUs has no
-# reduce-scatters, and a collective matmul is a loop of permutes.
+# Kind of a compiled collective -> planned kinds that it may replace. XLA for CPUs runs a
+# reduce-scatter as an all-reduce, and a collective matmul is a loop of permutes.
 _REPLACED: Final[Mapping[Kind, tuple[Kind, ...]]] = {
     Kind.ALL_REDUCE: (Kind.REDUCE_SCATTER,),
     Kind.REDUCE_SCATTER: (Kind.ALL_REDUCE,),

@@ -257,7 +257,7 @@ def _collectives(
         if not took:
             continue
         if len({len(each) for each in took}) == 1:
-            # Each time, another device may be the last to arrive.
+            # In each run, the last device to arrive waits least. It may be another one each time.
             fastest = sum(map(min, zip(*took, strict=True)))
         else:
             # The profile has only a part of the first or the last run of some devices.

@@ -14,7 +14,7 @@ from shardwright.plan.collectives.hlo import Computation, Instruction, Module, p
 from shardwright.plan.collectives.instructions import callees_of, kind_of, started_channels
 from shardwright.plan.collectives.read import read_collectives
 
-# Their time is that of the operations that they run.
+# Opcodes that only run other operations. Their time is the time of those operations.
 _CONTROL: Final = frozenset({"while", "conditional", "call"})
 # The text of a TPU program marks the end of a split collective with this.
 _ENDS: Final = '"AsyncCollectiveDone"'

@@ -87,11 +87,11 @@ def read_recording(trace: str | Path) -> Recording:
                 fix="pass the folder of jax.profiler.trace, or its *.xplane.pb",
             ) from error
         repeated = Counter(name for name, _, _ in own)
-        # A profile also has the programs that ran in this process before.
+        # A profile also lists programs that ran in this process before the profile began.
         seen = {key for _, _, _, key, _ in timed_ops}
         own = [each for each in own if repeated[each[0]] == 1 or each[1] in seen]
         repeated = Counter(name for name, _, _ in own)
-        # Ids may differ between hosts, so they are part of a name only if names are equal.
+        # Hosts may give a program different ids, so a name has the id only if names are equal.
         names = {key: name if repeated[name] == 1 else f"{name}({key})" for name, key, _ in own}
         programs.update({names[key]: program for _, key, program in own})
         lone = {name: name for name, count in repeated.items() if count == 1}
@@ -104,7 +104,7 @@ def read_recording(trace: str | Path) -> Recording:
         raise ProgramError(
             f"the profile {str(trace)!r} has no operations of a compiled program", fix=_FIX
         )
-    # The host of an accelerator may have events for the operations that it starts there.
+    # A host may also have events for what it starts on an accelerator: keep the accelerator's.
     platforms = {name: max(found, key=_PLATFORMS.index) for name, found in ran.items()}
     timelines = {name: ran[name][platform] for name, platform in platforms.items()}
     for timeline in timelines.values():
@@ -156,7 +156,7 @@ def _stated(platform: str, lines: Any, device: str = "") -> Iterator[_Found]:
             module, key = str(stats.get("hlo_module", "")), str(stats.get("program_id", ""))
             timed = TimedOp(str(op), event.start_ns, event.end_ns)
             if "cuda_graph_node_id" in stats:
-                # The upper half is the number of the graph.
+                # The lower 32 bits are the number of the node, the upper 32 bits that of the graph.
                 node = int(stats["cuda_graph_node_id"]) & 0xFFFFFFFF
                 launch = int(stats.get("correlation_id", 0))
                 timed = timed._replace(kernel=event.name, node=node, launch=launch)

@@ -70,7 +70,7 @@ def read_annotations(traced: Trace) -> tuple[AnnotationRequest, ...]:
     numbers: dict[Any, int] = {}
     requests = []
     for request, strict, facts in found:
-        # Without the source, since equal requests of several lines resolve alike.
+        # The key leaves out the source line, since equal requests on several lines resolve alike.
         key = (repr(request.annotation), tuple(request.shape or ()), *request[2:], strict)
         number = numbers.setdefault(key, len(numbers))
         requests.append(AnnotationRequest(request=request, number=number, strict=strict, **facts))
@@ -167,7 +167,7 @@ def closed_form(
     for each in inner:
         if each.role is Role.ACTIVATION:
             continue
-        # A gathered weight, or its gradient. The gather is over mesh axes that only one role has.
+        # A gathered weight or its gradient: sent over axes that only one of PARAM and USE has.
         request = each.annotation.request
         other = Role.PARAM if each.role is Role.USE else Role.USE
         spec = manager.answer(request.of(other, tuple(request.shape or ()))).spec
@@ -175,7 +175,7 @@ def closed_form(
             continue
         ndim = len(request.shape or ())
         pair = _axes(each.dims), _axes(dims_of_spec(spec.partitions, ndim, sizes))
-        # FSDP stores a weight over mesh axes that its use lacks. Axes of both divide the bytes.
+        # `moved`: axes of only one spec, such as fsdp. `kept`: axes of both, which cut the bytes.
         moved, kept = pair[0] ^ pair[1], pair[0] & pair[1]
         if moved:
             local = each.annotation.bytes // _ways(kept, sizes)

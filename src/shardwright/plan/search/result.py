@@ -119,8 +119,8 @@ class Candidate:
         """
         settings = tuple(self.settings.items())
         names = (self.variant, self.name, self.mesh, tuple(self.sizes.items()), settings)
-        # Of candidates with equal costs, the one with the fewest mesh axes comes first, then that
-        # of the first strategy.
+        # Of candidates with equal costs, the one with the fewest mesh axes comes first, then the
+        # one whose strategy was given first.
         axes = sum(size > 1 for size in self.sizes.values())
         verdict = _VERDICTS.index(self.verdict)
         return (verdict, self.seconds, self.most_bytes, axes, self.position, *names)
@@ -222,6 +222,6 @@ def utilization(report: PlanReport) -> tuple[float, float]:
     """
     assert report.time is not None
     assert report.layout is not None
-    # The time at peak, so that its share of the estimated time is the MFU.
+    # Seconds at the peak rate. Divided by the estimated seconds, they give the MFU.
     seconds = report.walked.useful_flops / report.layout.topology.chip.flops
     return seconds / report.time.high, seconds / report.time.low

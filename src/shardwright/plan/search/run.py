@@ -208,9 +208,9 @@ class SearchProgress:
         return f"{self.doing} {self.done} of {self.all} candidates"
 
 
-# The sizes of the mesh and, for each mode, the number of a trace, the answers that shape it and the
-# mesh axes of each annotation. With the trace of the candidate itself, equal programs have equal
-# keys. A trace on one device may lack annotations, such as those of an exchange between experts.
+# Key of a candidate's program: the sizes of the mesh and, for each mode, the number of a trace, the
+# specs that shape it and the mesh axes of each annotation. A key by the candidate's own trace is
+# exact. A trace on one device may lack annotations, such as those of an exchange between experts.
 _ProgramKey = tuple[Any, ...]
 
 
@@ -396,7 +396,7 @@ class _Search:
         layout = lay_out(self.topology, point.sizes)
         strategy = base | type(base)(mesh=dict(point.sizes), dcn=dict(layout.crossing))
         manager = _manager(strategy, point)
-        # The state needs no new trace. The annotations below may need one per mesh.
+        # Check the state first: it needs no new trace. Annotations below may need one per mesh.
         held = max(self._held(manager.for_mode(mode), mode) for mode in self.programs)
         if held > self.topology.chip.hbm_bytes and not self.keep_large:
             self._drop_large(point, held)
@@ -438,7 +438,7 @@ class _Search:
             single = _Shared(-1, *self.single[mode], {})
             if not is_typed(manager):
                 return single
-            # If it does not resolve, a trace would fail too, after most of a second.
+            # If the requests do not resolve, a trace would fail too, after most of a second.
             resolve_all(manager, single.requests, manager.mesh.shape)
         return self._trace(manager, mode)
 
@@ -451,7 +451,7 @@ class _Search:
                 return _Shared(number, traced, requests, renaming)
         renaming, merged = None, self._merged(manager, mode)
         if merged is not None:
-            # If it fails, the trace of the candidate itself has the error to show.
+            # If this trace fails, the candidate's own trace below raises the error to show.
             with contextlib.suppress(ShardingError):
                 traced = trace_program(merged, program, self.topology)
                 renaming = self._renaming(traced, manager, mode)
@@ -480,7 +480,7 @@ class _Search:
                 sizes[name] = 1
         merged = manager.having(mesh=abstract_mesh(sizes))
         pairs = zip((merged.answer(request).spec for request in asked), specs, strict=True)
-        # A dim that has only some of these axes has another number of shards on that mesh.
+        # On the merged mesh, a dim with only some of the merged axes has another number of shards.
         fits = find_renaming(pairs, sizes, manager.mesh.shape) is not None
         return merged if fits and sizes != manager.mesh.shape else None
 
@@ -494,7 +494,7 @@ class _Search:
 
     def _renaming(self, traced: Trace, manager: PartitionManager, mode: str) -> Renaming | None:
         """Return how axes of a trace are renamed for a candidate, or None if the trace differs."""
-        # Such a trace does not depend on the manager, so there are no mesh axes to rename.
+        # If a trace fits all managers, it depends on no mesh axes, so no mesh axes are renamed.
         if mode in self.shared and traced.moves_alike(manager) and not is_typed(manager):
             return {}
         if self.programs[mode].any_mesh:
@@ -570,8 +570,8 @@ class _Search:
                 for mode, shared in traces.items()
             }
         mesh = ",".join(f"{axis}:{size}" for axis, size in each.point.sizes.items())
-        # The order of the axes decides their links, which are in the layout. What is sent is the
-        # same, so only the layout of a shared walk is replaced.
+        # Candidates with one program may order the mesh axes differently. The order decides their
+        # links but not what is sent, so a shared walk gets the layout of this candidate.
         reports = {
             mode: dataclasses.replace(
                 report, strategy=each.strategy.name, mesh=mesh, layout=each.layout
@@ -600,14 +600,14 @@ def _key(
     traced = shared.trace
     answers: tuple[Any, ...] = ()
     if not traced.fits_all:
-        # While it was traced, the program called the manager, for specs or sizes. Its equations
-        # depend on the answers, so the answers are part of the key.
+        # The program asked the manager for specs or sizes while it was traced. Its equations depend
+        # on these answers, so the answers are part of the key.
         answers = (
             tuple(sorted(manager.mesh.shape.items())),
             manager.mesh.axis_types,
             *(manager.answer(known.request).spec for known in traced.answers),
         )
-    # An Explicit candidate has its own trace. Equal answers give it the same equations.
+    # Each Explicit candidate has its own trace. With equal answers, its equations are equal too.
     number = -1 if traced.typed_for is not None else shared.number
     memory = (manager.rules.memory, manager.rules.saved)
     return number, answers, memory, tuple(each.dims for each in resolved)
@@ -615,13 +615,13 @@ def _key(
 
 def _ranked(groups: Mapping[_ProgramKey, Sequence[_Resolved]], most: int) -> list[_ProgramKey]:
     """Return all groups, first those to walk: three quarters by rank, the others by their state."""
-    # Candidates of a group differ in their links. The best one ranks it.
+    # Candidates of a group differ in their links. The best candidate gives the rank of the group.
     rank = {specs: min(each.rank for each in group) for specs, group in groups.items()}
     held = {specs: min(each.held for each in group) for specs, group in groups.items()}
     # Sorting is stable, so equal ranks keep the order of the space.
     fastest = sorted(groups, key=lambda specs: rank[specs])
     smallest = sorted(groups, key=lambda specs: (held[specs], rank[specs]))
-    # The closed form counts no memory, so a quarter of the walks goes to small states.
+    # The rank is a closed form that ignores memory, so a quarter of the walks goes to small states.
     order = dict.fromkeys(fastest[: most - most // 4])
     for specs in smallest:
         if len(order) >= most:

@@ -19,7 +19,7 @@ from shardwright.vocabulary.modes import MODE_TRAIN
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-# On meshes with axes of size 1, they also give data parallelism, FSDP or tensor parallelism.
+# On meshes with axes of size 1, these presets also give plain data parallelism, FSDP or TP.
 TRAIN: Final = ("fsdp_tp", "fsdp_tp_sp")
 SERVE: Final = ("serve_tp", "serve_long_context")
 EXPERTS: Final = "moe_ep"

@@ -45,7 +45,7 @@ class UnusedAxes:
         """Return the unused mesh axes; none if the caller says which axes may vary."""
         if self._space.axes is not None:
             return frozenset()
-        # The search keeps its strategies, so an id is never used again.
+        # The search keeps its strategies alive, so no id is reused.
         if id(strategy) not in self._known:
             used = self._used(strategy)
             # The user wants a pinned axis, even if no rule names it.
@@ -64,7 +64,7 @@ class UnusedAxes:
 
     def _requests(self, strategy: Strategy, mode: str) -> list[ShardingRequest]:
         """Return the annotations of a program. Keep the mesh axes that it names itself."""
-        # The annotations of a program do not depend on the strategy, so the first one traces it.
+        # The annotations of a program do not depend on the strategy, so trace it once.
         if mode not in self._asked:
             sizes = dict.fromkeys(strategy.mesh, 1)
             mesh = abstract_mesh(sizes, axis_types=strategy.axis_types)

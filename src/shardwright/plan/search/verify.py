@@ -71,7 +71,7 @@ def compiled_seconds(verification: Verification) -> float:
     report = verification.report
     assert report.time is not None
     assert report.layout is not None
-    # A refused program has no collectives to count.
+    # A program that the compiler refused, because it is too large, has no collectives to count.
     if verification.compiled.refused:
         return seconds_of(report)
     planned = sum(span.high for span in report.time.links.values())

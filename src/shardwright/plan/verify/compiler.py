@@ -247,7 +247,7 @@ def compile_exported(
     }
     file = None
     if cache is not None:
-        # A result is read again for the same program and target, and the same compiler.
+        # A result on disk is used again for the same program, target and compiler versions.
         names = dict.fromkeys(("jax", "jaxlib", target.distribution))
         versions = {name: importlib.metadata.version(name) for name in names}
         text = json.dumps([_FORMAT, request, versions, lines, exported.text], sort_keys=True)
@@ -311,7 +311,7 @@ def _compile(
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         (folder / "program.bin").write_bytes(program)
-        # The output goes to a file: if nobody reads a pipe, it stops a worker that writes much.
+        # The output goes to a file: a worker that writes much would block on a pipe nobody reads.
         with (folder / "messages").open("w+", encoding="utf-8", errors="replace") as messages:
             code = _run_worker(folder, messages, target, timeout)
             messages.seek(0)
@@ -342,8 +342,8 @@ def _run_worker(folder: Path, messages: Any, target: Target, timeout: float) -> 
     # The request has the number of devices, so the worker must not take it from XLA_FLAGS.
     unset = ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    # A cache of compiled programs would give the lines of an equal program, such as this one
-    # before its file was edited.
+    # Without this, JAX's cache of compiled programs may return an equal program with other source
+    # lines, such as this program before its file was edited.
     environment["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "true"
     worker = subprocess.Popen(
         [sys.executable, "-m", "shardwright.plan.verify.worker", str(folder)],

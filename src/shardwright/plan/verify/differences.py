@@ -128,8 +128,8 @@ def _sent(
     summed = compiled[Kind.ALL_REDUCE] - planned[Kind.ALL_REDUCE]
     # CPUs have no reduce-scatter. Compilers for TPUs sum small arrays whole, too.
     if scattered > 0 and (summed >= 2 * scattered or (cpu and not compiled[Kind.REDUCE_SCATTER])):
-        # An all-reduce sends twice the bytes of a reduce-scatter, so the difference is what was
-        # planned.
+        # An all-reduce sends twice the bytes of a reduce-scatter, so it adds as many bytes as the
+        # missing reduce-scatter was planned to send.
         sources = dict.fromkeys(each.source for each in events if each.kind is Kind.REDUCE_SCATTER)
         where = "on CPUs" if cpu else "of small arrays"
         what = f"reduce-scatters are all-reduces {where}, which send twice the bytes"
@@ -193,7 +193,7 @@ def _known_reasons(
     lookups = [each for each in collectives if each.op_name.rpartition("/")[2] in _LOOKUPS]
     for kind in sorted({each.kind for each in lookups}):
         members = [each for each in lookups if each.kind is kind]
-        # Bytes that another element type adds have a reason of their own.
+        # Leave out the bytes that a wider element type adds: they have a reason of their own.
         same_kind = [each for each in collectives if each.kind is kind]
         wider = sum(_wire(each) - converted[id(each)].planned for each in same_kind)
         more = row.compiled[kind] - wider - row.planned.get(kind, 0)

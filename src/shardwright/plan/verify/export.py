@@ -18,7 +18,7 @@ from shardwright.plan.planner import Program
 from shardwright.plan.trace import Trace, argument_of, fetching, hosted_outputs, sharding_of
 from shardwright.resolution.partition_specs import entry_names
 
-# Chips that libtpu compiles for: the kind and the cores of a device, as JAX names them there.
+# Chips that libtpu compiles for -> JAX's name of the kind of a device, and its number of cores.
 DEVICES: Final = {
     "v4": ("TPU v4", 2),
     "v5e": ("TPU v5 lite", 1),
@@ -113,7 +113,7 @@ def export_program(
         with abstract, context.TARGET(platform):
             exported = jax.export.export(
                 step,
-                # JAX has two kinds of GPUs.
+                # `jax.export` takes "cuda" or "rocm" for GPUs, and not "gpu".
                 platforms=["cuda" if platform == "gpu" else platform],
                 disabled_checks=_CALLS,
             )(*arguments)

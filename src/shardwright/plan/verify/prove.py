@@ -135,7 +135,7 @@ def prove(
     Raises:
       ProgramError: A worker died or ran out of time, or the compiler cannot compile a program.
     """
-    # Compiled programs also show this, but without the paths of arguments.
+    # Compiled programs show arrays in host memory too, but without the paths of arguments.
     hosted = [
         {
             place
@@ -172,7 +172,7 @@ def prove(
             right=_differing(found.right, compiled[1]),
             what=found.what,
         )
-    # Without a collective, the program does not depend on which mesh axes of one size shard it.
+    # Without collectives, programs sharded over other axes of one size may have equal text.
     places = zip(compiled[0].placed, compiled[1].placed, strict=True)
     for name, (ours, theirs) in zip(("arguments", "results"), places, strict=True):
         if ours != theirs:

@@ -20,11 +20,11 @@ from shardwright.plan.collectives.hlo import Instruction, Module, parse_hlo, spl
 from shardwright.plan.collectives.instructions import callees_of
 
 # These do not change the result: names for people, numbers of the compiler, the order in which a
-# device runs independent instructions. The backend configuration of a custom call is its kernel.
+# device runs independent instructions. (A custom call keeps `backend_config`, which is its kernel.)
 _DROPPED: Final = frozenset(
     {"metadata", "channel_id", "control-predecessors", "backend_config", "frontend_attributes"}
 )
-# The frontend attributes say where a send goes and what is done there.
+# Frontend attributes that are kept: they say where a send goes and what is done there.
 _SENT: Final = (
     "_xla_send_recv_source_target_pairs=",
     "_xla_megascale_target=",
@@ -110,7 +110,7 @@ class _DigestedProgram:
         ]
         frontend = instruction.attributes().get("frontend_attributes", "")
         attributes += sorted(piece for piece in split(frontend[1:-1]) if piece.startswith(_SENT))
-        # The numbers of parameters and the values of constants.
+        # Without operands, `literal` is the number of a parameter or the value of a constant.
         literal = "" if instruction.operands else instruction.literal
         operands = [known[name] for name in instruction.operands]
         root = "ROOT" if instruction.is_root else ""

@@ -67,7 +67,7 @@ def scan(step: PlanStep) -> list[ShardedValue]:
     }
     for start, end, variable, later in zip(starts, ends, body.outvars, step.wanted, strict=False):
         if later is not None and start.free:
-            # A compiler may keep only a part of a sum in each step, as in the loop's result.
+            # A compiler may reduce-scatter the sum in each step, as its later use shards it.
             step.doubt(summed & axes_of(later) - end.mesh_axes, _SUMMED)
             if end.buffer is not None:
                 part = step.ledger.local_bytes(variable.aval, later)
@@ -128,7 +128,7 @@ def _with_carries(
     held = []
     for value, later, variable in zip(carry, step.wanted, variables, strict=False):
         size = ledger.local_bytes(variable.aval, value.dims)
-        # See `_shard_sums` of `buffers`.
+        # XLA may keep only the shard that is used after the loop: see `_shard_sums` of `buffers`.
         part = size if later is None else min(size, ledger.local_bytes(variable.aval, later))
         buffer = Buffer(size=size, kind=LOOPS, min_bytes=part, dtype=str(variable.aval.dtype))
         buffer.shape = ledger.local_shape(variable.aval, value.dims)
@@ -189,7 +189,7 @@ def while_loop(step: PlanStep) -> list[ShardedValue]:
         step.ledger.move(value, aval, goal.dims, location, origins=goal.origins)
     inner = step.ledger.blank()
     inner.timeline = None if step.ledger.timeline is None else Timeline()
-    # As in a scan, the carry is counted outside.
+    # The carry has its buffer outside of the loop, as in a scan, so it has none inside.
     held = [dataclasses.replace(value, buffer=None) for value in carry]
     ends = step.walk(body, [*fixed, *held], ledger=inner)
     for first, end, variable in zip(carry, ends, body.outvars, strict=True):

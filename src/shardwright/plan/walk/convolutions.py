@@ -67,8 +67,8 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
     }
     channels = whole[1].dims[numbers.rhs_spec[0]]
     if channels and windowed:
-        # XLA multiplies the result by the number of channel shards, or its gradient is wrong: on
-        # CPUs with JAX 0.10.2 and 0.12. A kernel that is whole, or a window of 1, is right.
+        # With JAX 0.10.2 and 0.12 on CPUs, XLA multiplies the result by the number of channel
+        # shards, or its gradient is wrong. Both are right if the kernel is whole or the window 1.
         step.doubt(
             windowed,
             f"store the kernel whole over {'+'.join(channels)}: where the image is sharded along "
@@ -80,8 +80,8 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
     if unsharded:
         step.doubt(unsharded, _GATHER.format("convolution"))
     (result,) = follow_matmul(step, values, labels_of)
-    # XLA adds a kernel's gradient over all spatial dims at once, and over the batch apart from
-    # them, unless the kernel has groups.
+    # A kernel's gradient is a sum over the spatial dims and the batch. XLA adds over all spatial
+    # dims at once, and over the batch in a sum of its own, unless the kernel has groups.
     rows = frozenset(
         axis
         for label, axes in zip(labels_of.operands[0], values[0].dims, strict=True)
@@ -113,7 +113,7 @@ def pool(step: PlanStep) -> list[ShardedValue]:
     sizes, windows = step.ledger.sizes, windows_of(step.equation)
     chosen = max(held, key=lambda value: shards(value.mesh_axes, sizes))
     is_gradient = len(values) > 1
-    # The last operand has the shape before the windows.
+    # The last operand is the array before pooling, also in the gradient.
     shape, result = step.avals[-1].shape, step.avals[0 if is_gradient else -1].shape
     if not is_gradient:
         result = step.results[0].shape
@@ -166,7 +166,7 @@ def _labels(step: PlanStep, names: Mapping[int, tuple[str, str, str]]) -> Labels
     outer = ("s-kernels", "s-outer") if groups or batch_groups else ("r0", "r0")
     specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
     pairs = ((batch[0], inner[0]), (outer[0], inner[1]), (batch[1], outer[1]))
-    # A spec lists the two other dims first, then the spatial dims.
+    # A spec lists the two dims that are not spatial first, then the spatial dims.
     left, right, result = (
         tuple(name for _, name in sorted(zip(spec, (*two, *rest), strict=True)))
         for spec, two, rest in zip(specs, pairs, zip(*names.values(), strict=True), strict=True)
@@ -175,7 +175,7 @@ def _labels(step: PlanStep, names: Mapping[int, tuple[str, str, str]]) -> Labels
     sizes: dict[Any, int] = dict(zip(right, step.avals[1].shape, strict=True))
     sizes.pop(outer[0])
     sizes |= dict(zip(result, step.results[0].shape, strict=True))
-    # In a dilated image, only one of this many elements is not zero.
+    # A dilation of 2 puts a zero after each element: 1 of every 2 elements is not zero.
     for at, dilation in enumerate(step.parameters["lhs_dilation"]):
         sizes[names[at][2]] = -(-sizes[names[at][2]] // dilation)
     return Labels(operands=(left, right), result=result, sizes=sizes)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from shardwright.dims.table import Correspondence, FactorRole, FactorsByDim
 from shardwright.plan.walk.values import Dims, shards
 
-# The mesh axes of each factor that is sharded.
+# Number of a factor (a part of a dim, see `dims.table`) -> the mesh axes that shard the factor.
 AxesByFactor: TypeAlias = Mapping[int, tuple[str, ...]]
 
 
@@ -76,7 +76,7 @@ def fitting(known: Correspondence, order: AxesByFactor, sizes: Mapping[str, int]
         return order
     kept = {f: axes for f, axes in order.items() if known.roles[f] is not FactorRole.CHANGED}
     while True:
-        # A factor that is dropped here may be the major one in a dim of another operand.
+        # Repeat until stable: a dropped factor may be the major one in a dim of another array.
         fixed = dict(kept)
         for side in (*known.operands, *known.results):
             for factors in side:

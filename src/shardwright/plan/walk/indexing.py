@@ -56,7 +56,7 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
     pairs = {at: of_updates.index(own) for at, own in enumerate(of_table) if own in of_updates}
     updates = step.equation.invars[2]
     if value.free and step.wanted[0] is not None and not isinstance(updates, Literal):
-        # Partial sums in updates are completed where their columns are needed.
+        # If the updates are partial sums, they are completed as the result shards their columns.
         columns = _targets(step.wanted[0], step.values[2].dims, pairs)
         step.scope.asked.setdefault(updates, columns)
     update = step.whole(2)
@@ -91,7 +91,7 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
         step.doubt({axis for at in written for axis in value.dims[at]}, _WRITES)
     if not update.free:
         step.move(2, tuple(targets))
-    # XLA moves indices of several dims before it joins them, and only those that are sharded.
+    # XLA moves sharded indices only, and indices of several coordinates before it joins them.
     if update.free or (not made and step.avals[1].shape[-1] == 1):
         windows = step.parameters["dimension_numbers"].update_window_dims
         if not step.whole(1).free:
@@ -234,12 +234,12 @@ def _partitioned(
                 )
             continue
         value = ShardedValue(dims=move.held, owed=move.summed, runs=runs, origins=origins)
-        # An all-reduce then completes the sum, and the move to the goal slices it.
+        # Without a reduce-scatter, an all-reduce completes the sum, and the next move slices it.
         if not _scatters(lookup, move):
             value = step.ledger.move(value, aval, move.held, step.location, origins=origins)
         step.ledger.move(value, aval, move.goal, step.location, origins=origins)
     axes = frozenset(axis for dims in held.values() for axis in axes_of(dims))
-    # Read by `Ledger.doubt_lookups`, where the gradients of two lookups in one table are added.
+    # `Ledger.doubt_lookups` reads `lookups`, where gradients of two lookups in one table are added.
     if not lookup.adds:
         return ShardedValue(dims=held[result], origins=origins)
     table_moves = tuple(

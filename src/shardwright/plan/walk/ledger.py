@@ -334,7 +334,7 @@ class Ledger:
             kind,
             mesh_axes,
             whole_bytes(local_elements(shape, dims, self.sizes), dtype),
-            # XLA moves loop-invariant code out of a loop, so earlier values are sent once.
+            # XLA moves loop-invariant code out of loops, so a value from before is sent once.
             dataclasses.replace(location, runs=min(location.runs, value.runs)),
             dtype=str(dtype),
             origins=value.origins,
@@ -414,7 +414,7 @@ class Ledger:
             fp8_flops=flops if is_fp8 else 0,
             f32_flops=flops if "float32" in names else 0,
             matmul_bytes=sum(operands) * location.runs,
-            # Of the devices that compute the same, one does useful work.
+            # If several devices repeat the same computation, only one of them does useful work.
             repeated_flops=flops if location.recomputed else flops - flops // copies,
         )
         return flops

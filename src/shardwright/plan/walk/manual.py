@@ -55,7 +55,7 @@ _LOCAL: Final = frozenset(
         *("all_to_all_done", "pbroadcast_done", "ppermute_done"),
     }
 )
-# In a `shard_map`, the operations of these are not counted.
+# In a `shard_map`, the FLOPs of these primitives are not counted, so they count as unknown.
 _UNCOUNTED: Final = frozenset({"conv_general_dilated"})
 _SUMS: Final = frozenset({"psum", "psum2", "psum_invariant"})
 # Collectives that keep the shape of their operands, in a `shard_map` over some mesh axes.
@@ -84,7 +84,7 @@ def shard_map(step: PlanStep) -> list[ShardedValue]:
     """Follow a `shard_map`: operands move to its input specs, then its body runs."""
     parameters, sizes = step.parameters, step.ledger.sizes
     manual = step.ledger.renamed(_jax.newly_manual_axes(parameters))
-    # The carries of a pipeline have many bytes, and only the walk over values counts them once.
+    # A pipeline too: its carries are large, and only the walk over values counts them once.
     if set(sizes).difference(manual) or STAGES in manual:
         return _over_some(step, manual)
     for at, (spec, aval) in enumerate(zip(parameters["in_specs"], step.avals, strict=True)):

@@ -112,7 +112,7 @@ def required_dims(
     if not groups:
         return {}
     required: dict[EquationIds, Dims] = {}
-    # All prefixes are included, so that jaxprs without such a mask are not read.
+    # The keys of outer jaxprs are included. Jaxprs that hold no such mask are not read.
     holders = {place[:end] for group in groups for place in group for end in range(len(place) + 1)}
 
     def read(inner: Any, goals: Sequence[Dims | None], at: EquationIds) -> None:

@@ -137,7 +137,7 @@ def follow_matmul(
         step.move(at, dims(names), use=_use(step, at, values[at], names, order))
     _count(step, labels, order)
     owed = frozenset(axis for axis, label in places.items() if label.startswith("c"))
-    # XLA adds over the mesh axes of one dim after the other.
+    # XLA adds over the mesh axes of the first contracted dim, then of the second one, and so on.
     contracted = (label for label in order if label.startswith("c"))
     groups = tuple(frozenset(order[label]) for label in contracted if order[label])
     result = ShardedValue(
@@ -218,7 +218,7 @@ def _places(step: PlanStep, values: Sequence[ShardedValue], labels: Labels) -> d
             )
             step.note_choice(axis)
     unused = step.ledger.sizes.keys() - places.keys() - one_sided.keys()
-    # This comes last, because bytes on one device depend on where all other mesh axes are.
+    # Decide these last: bytes on one device depend on where all other mesh axes are.
     for axis, (label, side) in one_sided.items():
         if _sum_is_smaller(step, labels, places, side):
             places[axis] = label

@@ -172,7 +172,7 @@ def _exchanged(
         at, to = _places(current)[axis], _places(goal)[axis]
         ends[at] = tuple(each for each in ends[at] if each != axis)
         ends[to] = (*ends[to], axis)
-    # XLA moves the last mesh axes of a dim, so the collective may run over other ones than `moved`.
+    # XLA moves the last mesh axes of a dim, so the collective may run over other axes than `moved`.
     cut = frozenset(axis for at in changed for axis in _last(current[at], moved, sizes))
     # `cut` may have more devices than the mesh axes that move, so it does not give the group's
     # size.
@@ -181,7 +181,7 @@ def _exchanged(
     if tuple(ends) != goal or cut != moved:
         axes = {axis for at in changed for axis in (*current[at], *goal[at])}
         transfers.append(_transfer(Kind.PERMUTE, axes, current, sizes))
-    # A dim loses mesh axes and gets others: XLA moves parts of mesh axes.
+    # If a dim loses mesh axes and gets others, XLA moves parts of mesh axes: note a doubt.
     both = [at for at in changed if moved & set(held[at]) and moved & set(goal[at])]
     return ValueMove(transfers=tuple(transfers), doubtful=frozenset(moved if both else ()))
 
@@ -225,8 +225,8 @@ def _traded(
     if sizes[left] == sizes[entered] or (not swapped and sizes[left] < sizes[entered]):
         return ValueMove(transfers=(permute,))
     smaller, larger = sorted(both, key=sizes.__getitem__)
-    # XLA takes the larger mesh axis for two factors: that of `ratio` devices needs the all-to-all,
-    # and the other one trades with the smaller mesh axis.
+    # XLA splits the larger mesh axis in two: the part of `ratio` devices needs the all-to-all, and
+    # the other part trades places with the smaller mesh axis.
     ratio, rest = divmod(sizes[larger], sizes[smaller])
     exchange = _transfer(Kind.ALL_TO_ALL, [larger], current, sizes, devices=ratio)
     doubt = rest or not swapped
@@ -247,8 +247,8 @@ def _with_both(
         for dim in held
         for at, axis in enumerate(dim)
     ):
-        # A mesh axis leaves a dim, and a removed one comes after it there. XLA gathers the whole
-        # dim, and slices it again.
+        # A mesh axis moves out of a dim, and an axis after it in this dim is removed. XLA gathers
+        # the whole dim, and slices it again.
         transfers, _ = _gathered(held, {*gone, *moved}, sizes)
         return ValueMove(transfers=tuple(transfers))
     doubtful = frozenset(moved | gone)

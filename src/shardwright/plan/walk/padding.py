@@ -60,7 +60,7 @@ def padded_copies(
             shape=birth.shape,
             source=birth.source,
         )
-        # A decode step writes one row into each slot.
+        # `late` only if a slot gets several rows: a decode step writes one row into each slot.
         timeline.padded[birth] = Padded(buffer=copy, late=written > array.shape[0])
         copies.append(copy)
     return copies
@@ -89,7 +89,7 @@ def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
     for birth in short:
         dims = sorted(size for size in birth.shape[1:] if size >= _SUBLANES)
         if len(birth.shape) > _MATRIX and len(dims) >= _MATRIX:
-            # A short dim is along the lanes, and another one across.
+            # The shortest dim is along the lanes, the second shortest along the sublanes.
             lanes, rows = dims[:2]
             tiles = _LANES * -(-rows // _SUBLANES) * _SUBLANES
             sizes.append(birth.size // (lanes * rows) * tiles)

@@ -88,7 +88,7 @@ _RULES: Final[Mapping[str, PlanRule]] = {
 }
 _MASKS: Final = "this mask is computed twice; annotate the results that are made of it, shard(...)"
 _UNEVEN: Final = "shard the returned value, which does not divide, with shard(...)"
-# The rules of these primitives themselves set how often a result is computed.
+# For these primitives, the rule itself sets `runs`, which is how often a result is computed.
 _LOOPS: Final = frozenset({"scan", "while", "cond"})
 # XLA partitions these by the types of all operands, including constants.
 _PARTITIONED: Final = (
@@ -187,7 +187,7 @@ class ShardingWalker:
                 ),
                 scope=scope,
             )
-            # The rule of the equation sets both, and `with_buffers` reads them.
+            # The rule of the equation sets `moved` and `inner`, and `with_buffers` reads them.
             notes.moved, notes.inner = 0, Peak()
             before = len(notes.events)
             held.update(zip(equation.outvars, _follow(step), strict=True))
@@ -236,7 +236,7 @@ def _follow(step: PlanStep) -> Sequence[ShardedValue]:
             ]
         results = as_typed(step, results)
         if step.place in step.scope.masks:
-            # The sharding that the uses of this mask and those of equal masks require.
+            # The sharding that the uses of this mask, and the uses of equal masks, require.
             masks, origins = step.scope.masks[step.place], step.scope.mask_origins
             mask = shared_mask(results[0], masks, origins)
             own = results[0].mesh_axes | axes_of(step.wanted[0] or ())
@@ -255,7 +255,7 @@ def written_target(equation: Any, ledger: Ledger) -> ShardedValue | None:
         return None
     aval = equation.invars[0].aval
     if equation.primitive.name == "reshard":
-        # It changes nothing over Auto axes. The type of its result has the Explicit axes.
+        # A `reshard` changes nothing over Auto axes. The type of its result has the Explicit axes.
         return ShardedValue(dims=(KEEP,) * aval.ndim)
     dims = ledger.dims_of(sharding.spec, aval.ndim)
     origin = Origin(source=_jax.source_line(equation))
@@ -313,7 +313,7 @@ def _even(ledger: Ledger, value: ShardedValue, aval: Any) -> ShardedValue:
         while size % shards(kept, ledger.sizes):
             kept = kept[:-1]
         if kept and kept != axes:
-            # Without the padding, some rows belong to other devices, so XLA sends these too.
+            # If the padding is removed, some rows belong to other devices, so XLA sends them too.
             ledger.doubt(axes, WalkLocation(), _UNEVEN)
         dims.append(kept)
     return dataclasses.replace(value, dims=tuple(dims))
@@ -391,7 +391,7 @@ def walk_jaxpr(
         sizes=ledger.sizes,
         target=_target_dims(lambda equation: target(equation, ledger), ledger.sizes),
     )
-    # `required_dims` knows no origins. Each mesh axis takes one from the outputs and inputs.
+    # `required_dims` knows no origins. Each mesh axis takes its origin from the outputs and inputs.
     ends = [value for value in (*goals, *inputs) if value is not None]
     walker = ShardingWalker(ledger, target, masks=masks, mask_origins=merged_origins(ends))
     results = walker.run(jaxpr, inputs, wanted=wanted)

@@ -27,7 +27,7 @@ from shardwright.plan.walk.values import (
 )
 
 _GATHER: Final = "gather the dim with shard(...) before this {}"
-# Compilers have only one way to do these.
+# Compilers have only one way to partition these primitives, so the plan notes no doubt.
 _SURE: Final = CUMULATIVE | {"dynamic_slice"}
 
 
@@ -120,14 +120,14 @@ def constraint(step: PlanStep) -> list[ShardedValue]:
     if target is None or isinstance(variable, Literal):
         return step.values
     if step.name == "annotate_axes" and explicit_axes(step.results[0]):
-        # A reshard before it has moved the value already. The annotation says why.
+        # A reshard before the annotation has moved the value. The annotation adds its origins.
         return [dataclasses.replace(value, origins={**value.origins, **target.origins})]
     dims = typed_dims(step.results[0], with_kept(target.dims, value.dims), step.ledger.sizes)
     if step.name == "reshard" and value.free and dims == value.dims:
         return [value]  # a scatter into these zeros still adds where its updates are
     if value.owed and not value.owed & axes_of(dims):
         dims = _scattered_later(step, value, dims)
-    # This uses the key of `PlanStep.move` without a use, so later gathers to these dims share it.
+    # The key is that of `PlanStep.move` with `use=None`, so later gathers to these dims share it.
     key = (variable, dims, None)
     if key not in step.scope.moved:
         # A spec that is written by hand has no axes, so keep the origins of an annotation before
@@ -164,6 +164,6 @@ def _scattered_later(step: PlanStep, value: ShardedValue, dims: Dims) -> Dims:
     later, variable = step.wanted[0], step.equation.outvars[0]
     if later is None or step.scope.uses[variable] != 1 or not value.owed <= axes_of(later):
         return dims
-    # The later constraint then only slices further, so the sum needs no other move.
+    # If the later constraint only slices further, go to its dims now: the sum needs no other move.
     refines = all(axes == part[: len(axes)] for axes, part in zip(dims, later, strict=True))
     return later if refines else dims

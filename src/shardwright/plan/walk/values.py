@@ -124,7 +124,7 @@ def dims_of_spec(spec: Sequence[Any], ndim: int, sizes: Mapping[str, int]) -> Di
 
 def on_host(aval: Any) -> bool:
     """Tell whether a type is of values in the memory of the host."""
-    # A token is in no memory.
+    # A token has no memory space.
     return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 
