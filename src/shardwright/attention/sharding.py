@@ -120,8 +120,8 @@ def _joint(
     """Resolve q, k and v by their names. Dim 0 of k has pages if `key_axes` are `PAGE_AXES`."""
     axes = (QUERY_AXES, key_axes, key_axes)
     manual = manager.manual_axes(ambient)
-    # Resolve v only to find its errors: its first three dims are those of k, and so are its mesh
-    # axes.
+    # Resolve v only to find its errors: v shares its first three dims with k, and so it shares
+    # their mesh axes.
     queries, keys, _ = (
         _resolve(manager, mode, manual, name, own, shapes[name])
         for name, own in zip(shapes, axes, strict=True)

@@ -103,7 +103,7 @@ def plan_reshard(
     for name, target in specs.items():
         array, source = getattr(cache, name), sources[name]
         assert source is not None
-        # An axis of size 1 shards nothing, but would count as a difference between the specs.
+        # A mesh axis of size 1 shards nothing, but would count as a difference between the specs.
         before, after = (
             tuple(
                 tuple(axis for axis in axes if sizes[axis] > 1)

@@ -34,7 +34,7 @@ def append_rows(buffers: PlacedArrays, new: Buffers, rows: jax.Array) -> Buffers
             name: by_slot(x, new[name], _local(rows, specs[name], 1, x)) for name, x in old.items()
         }
 
-    # The new rows of a slot go to every shard of its rows. Each shard drops rows of other shards.
+    # Send new rows to every shard of their slot. A shard drops the rows that other shards hold.
     new_specs = {name: _replicated(specs[name], new[name].ndim, 1) for name in specs}
     return buffers.run(local, new, rows, specs=(new_specs, spec_of(buffers.leading_axes())))
 

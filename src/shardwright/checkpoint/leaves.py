@@ -265,7 +265,7 @@ class TargetLeaf:
             return type(self.target)(number) if isinstance(self.target, enum.Enum) else number
         if not self.saved.is_stored:
             shape, dtype = self._stored()
-            # Nothing is stored for an array without elements, so it is made from its shape.
+            # Nothing is stored for an array without elements, so make the array from its shape.
             value = np.zeros(shape, _dtype(dtype))
             value = value if self.sharding is None else jax.device_put(value, self.sharding)
         if self.saved.kind is LeafKind.KEY:

@@ -82,7 +82,7 @@ class Saving:
 _PENDING: dict[str, Saving] = {}
 
 
-# Cached by the id of the process, so that a forked one registers a function of its own.
+# Cached by the process id, so that a forked process registers a function of its own.
 @functools.cache
 def _wait_at_exit(process: int) -> None:
     """Wait for background saves before Python exits, also after an exception.

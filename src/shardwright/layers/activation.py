@@ -48,8 +48,8 @@ def _sigmoid_linear(x: Any, alpha: float) -> Any:
 # Each activation is a function of an array and the constants of clamping.
 ACTIVATIONS: Final[Mapping[str, Callable[[Any, Clamp], Any]]] = MappingProxyType(
     {
-        # The default of JAX, TransformerEngine and GPT-2. Hugging Face calls it "gelu_new" or
-        # "gelu_pytorch_tanh", and its "gelu" is the exact one.
+        # tanh-GELU is the default of JAX, TransformerEngine and GPT-2. Hugging Face calls it
+        # "gelu_new" or "gelu_pytorch_tanh", and calls the exact GELU "gelu".
         "gelu": lambda x, _: jax.nn.gelu(x, approximate=True),
         "gelu_exact": lambda x, _: jax.nn.gelu(x, approximate=False),
         "silu": lambda x, _: jax.nn.silu(x),

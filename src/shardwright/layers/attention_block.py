@@ -218,7 +218,7 @@ def init_scaling(config: AttentionConfig, *, layers: int | None = None) -> dict[
     """
     if not isinstance(config.recipe, fp8.DelayedScaling):
         return None
-    # An input is quantized once for all its kernels, so there is one scaling per input.
+    # q, k and v share one quantized input, so there is one scaling per input.
     groups = {"qkv": ("query", "key", "value"), "out": ("out",)}
     return {group: fp8.init(config.recipe, names, layers=layers) for group, names in groups.items()}
 
@@ -325,7 +325,7 @@ def apply(
         context_rows = _attend(config, rows, given | {"sinks": sinks}, key)
     else:
         context_rows, cache = _attend_to_cache(config, rows, cache, valid, sinks)
-    # The policy of a remat can keep the context by this name, as in TransformerEngine.
+    # A remat policy can keep the context by this name, as in TransformerEngine.
     context_rows = checkpoint_name(place(context_rows, QUERIES), "context")
     # With sequence parallelism this matmul ends in a reduce-scatter.
     outs = project(
@@ -371,7 +371,7 @@ def _project(
         result = project(x, weights, out=query | pair, state=state, **options)
         ys, seen = result.ys, result.seen
     else:
-        # The block's norm is for `x` alone. An encoder ends with a norm of its own, as in T5.
+        # Do not normalize `encoded`: an encoder ends with a norm of its own, as in T5.
         encoded = place(jnp.asarray(encoded).astype(config.dtypes.compute), OPERAND)
         ys = project(x, weights, out=query, **options).ys
         ys |= project(encoded, weights, out=pair, **options).ys
@@ -398,7 +398,7 @@ def _attend(config: AttentionConfig, rows: list[Any], given: dict[str, Any], key
     manager = context.current()
     return dot_product_attention(
         *rows,
-        # Without a manager nothing is sharded, so every mode is the same.
+        # Without a manager nothing is sharded, so any mode will do.
         mode=MODE_TRAIN if manager is None or manager.mode is None else None,
         causal=config.causal,
         window=config.window,

@@ -276,8 +276,8 @@ def _sums(values: Any, labels: Any, ignore: int) -> tuple[jax.Array, jax.Array, 
     total = jax.nn.logsumexp(values, axis=-1)
     # Compare instead of indexing: an index into a sharded vocabulary would gather the logits.
     is_label = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2) == labels[..., None]
-    # A select and not a product with 0 and 1: the logits of padded rows are -inf, and 0 * -inf is
-    # NaN.
+    # Use a select and not a product with 0 and 1: the logits of padded rows are -inf, and 0 * -inf
+    # is NaN.
     chosen = jnp.sum(jnp.where(is_label, values, 0), axis=-1)
     entropy = jnp.sum(jnp.where(counts, total - chosen, 0))
     square = jnp.sum(jnp.where(counts, jnp.square(total), 0))
@@ -306,7 +306,7 @@ def _by_chunks(sums: Any, x: Any, labels: Any, weight: Any, chunks: int) -> Any:
 
     zero = jnp.zeros((), jnp.float32)
     zeros = zero, zero, jnp.zeros((), jnp.int32)
-    # Inside shard_map, the sums vary over the shards, so the carry must do so from the start.
+    # Inside shard_map, the sums vary over the shards, so the carry must vary from the start.
     start = tuple(_jax.vary_together([*zeros, x, labels, weight])[:3])
     return jax.lax.scan(step, start, jnp.arange(chunks))[0]
 

@@ -121,7 +121,7 @@ def read_stack(
     stored = manager.answer(ShardingRequest((LAYERS,), lead[-1:], None, Role.PARAM))
     stored.require()
     if settings is None:
-        # With schedule = "none", layers are stored over pp.
+        # With schedule = "none", layers are stored over pp, so gather them here.
         if manager.rules.pipeline is not None and stored.decisions[0].mesh_axes:
             params = _gathered(manager, params)
         return params, lead, None
@@ -137,9 +137,9 @@ def read_stack(
     check_sizes({"per_layer": inputs.per_layer}, math.prod(lead), "layers")
     cut = microbatches_of(manager, batch)
     if settings.gather is GatherWeights.ONCE:
-        # `gather` of a layer then finds its weight gathered. It still scatters each gradient, so
-        # the stage adds gradients that are sharded as stored. Over Explicit mesh axes, the sum has
-        # the type of the gathered weights, so it is gathered once too.
+        # Gather all weights once. `gather` in a layer then finds its weight whole, but still
+        # scatters each gradient, so the stage adds gradients sharded as stored. Over Explicit mesh
+        # axes, the sum has the type of the gathered weights, so it is gathered once too.
         params = manager.gather(params, specs, path=path)
     return params, lead, cut
 

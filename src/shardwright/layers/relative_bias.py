@@ -129,7 +129,7 @@ def bucket(config: RelativeBiasConfig, distance: Any) -> np.ndarray:
     exact = count // 2
     # Use float32, as T5 does, so that a distance on the border of two buckets gets the same bucket.
     # Epsilon keeps the logarithm of distance 0 finite. `before < exact` selects another bucket for
-    # it.
+    # distance 0.
     share = np.log(before.astype(np.float32) / exact + np.finfo(np.float32).eps)
     steps = share / np.log(config.max_distance / exact) * (count - exact)
     far = np.minimum(exact + steps.astype(np.int32), count - 1)

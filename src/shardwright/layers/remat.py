@@ -50,7 +50,7 @@ def remat_policy(remat: str) -> Callable[..., Any] | None:
             return None
         what = 'remat="none" keeps all values on the device, and a rule puts them on the host'
         raise LayerError(what, rule=str(saved.ref), fix='pass remat="full", "dots" or "blocks"')
-    # On the device, the residual is saved as an argument of the layer, and would be saved twice.
+    # On the device, leave the residual out: it is saved already as an argument of the layer.
     names = [each for each in _NAMES[remat] if each != "residual" or saved.of(each) is Memory.HOST]
     policy: Callable[..., Any] = manager_policy(manager, names, dots=remat == "dots")
     return policy

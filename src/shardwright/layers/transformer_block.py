@@ -101,7 +101,7 @@ class TransformerConfig:
         given += [("windows", window, WINDOW) for window in self.windows]
         given += [("thetas", theta, THETA) for theta in self.thetas]
         read_all(given, error=LayerError)
-        # Every block reads the residual and adds to it, so all have its size.
+        # Every block reads the residual and adds to it, so all blocks have its size.
         blocks: list[tuple[str, Any]] = [("mlp", mlp) for mlp in self.mlps]
         if self.cross is not None:
             attention_block.check_cross(self.cross, "cross")
@@ -416,7 +416,7 @@ def apply(
     given["cross"]["encoded"] = encoded
     caches = []
     for at in range(first, len(params)):
-        # The trees that are not scanned are those of the last layers.
+        # `params[first:]` are the layers that are not scanned: the last ones of the stack.
         number = config.layers - len(params) + at
         cache = None if state.caches is None else state.caches[number]
         # A cache is for inference, so nothing is computed again. Remat would also trace the layer,

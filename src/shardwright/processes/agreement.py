@@ -157,7 +157,7 @@ class _Entering:
 
     def error(self, verdict: MeetingVerdict) -> AgreementError:
         """Return the error of a verdict, and say that this process has left the manager."""
-        # The next attempt is compared under the same number.
+        # Give the number back, so that the next attempt is compared under the same number.
         self._store.count(self._times, -1)
         if "error" in verdict:
             self._store.delete(self._own)

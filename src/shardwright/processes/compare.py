@@ -211,7 +211,7 @@ def compare(
     finally:
         waiting.withdraw()
     if "error" in verdict:
-        # The next call is compared with the one that a process has missed.
+        # Give the number back: the next call is compared with the call that a process has missed.
         store.count(calls, -1)
         raise AgreementError(verdict["error"], fix=verdict.get("fix", _FIX))
     if not verdict:

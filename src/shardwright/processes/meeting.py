@@ -131,7 +131,7 @@ def collect(
         verdict = decide()
         meeting.decide(verdict)
         return verdict
-    # The first process decides, so the others wait a little longer, in case that it has ended.
+    # The first process decides. The others wait a little longer, in case the first has ended.
     patience += 0.0 if meeting.is_first else 1.0
     begun = time.monotonic()
     deadline, closed = begun + patience, False
@@ -141,7 +141,7 @@ def collect(
         if found is not None:
             return found
         now = time.monotonic()
-        # Each look reads the store. So it is frequent only in the first 10 seconds, within which a
+        # Each look reads the store. So look often only in the first 10 seconds, within which a
         # difference is to be reported.
         pause = min(first_look, 1.0) if meeting.is_first and now - begun < 10 else _SLICE_S
         failed = None if closed else look(now - begun)

@@ -281,7 +281,7 @@ class Watchdog(threading.Thread):
             if beat.state == _State.ENDED:
                 if apart >= half:
                     missing[rank] = f"process {rank} has ended"
-            elif self._is_silent(rank):  # it may be in another place by now
+            elif self._is_silent(rank):  # a silent process may be at another line by now
                 silent = now - self._seen[rank][1]
                 if silent >= half:
                     missing[rank] = _no_sign(rank, silent)
@@ -380,7 +380,7 @@ class _MainThread:
 
     def _answer(self, _: object) -> int:
         self._pending = False
-        if not _jax.is_in(sys._getframe(), collect.__code__):  # there it waits for others
+        if not _jax.is_in(sys._getframe(), collect.__code__):  # in `collect` it waits for others
             self._ran = True
         return 0
 

@@ -132,7 +132,7 @@ class _Moving:
         values, donate = self._values, self._plan.donate
         # Count by identity, because equal arrays have separate memory.
         uses = Counter(map(id, values))
-        # Results that are their sources, or share memory with them.
+        # Ids of sources that are their own results, or share memory with their results.
         kept = {
             id(value)
             for value, leaf in zip(values, self._plan.leaves, strict=True)

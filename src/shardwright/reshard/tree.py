@@ -252,7 +252,7 @@ def plan_moves_of(
             leaf = leaf if tied == path else dataclasses.replace(leaf, tied_to=tied)
         leaves.append(leaf)
     raise_problems(problems)
-    # With donation, a leaf that frees memory early makes room for the copies of those that grow.
+    # With donation, a leaf that frees memory early makes room for copies of leaves that grow.
     growth = [donate * (leaf.route.target_bytes - leaf.route.source_bytes) for leaf in leaves]
     order = sorted(range(len(leaves)), key=growth.__getitem__)
     return ReshardPlan(leaves=tuple(leaves), order=tuple(order), piece=limit, donate=donate)

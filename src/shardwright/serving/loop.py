@@ -218,7 +218,7 @@ class Loop:
             try:
                 call.take(call.fetch())
             except BaseException as error:
-                # The arrays come from the same call, so they are lost too.
+                # The arrays of this part come from the failed call, so they are lost too.
                 self._give_up(call.part, error, call.jobs)
                 self._check_weights(error)
                 raise

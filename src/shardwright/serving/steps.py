@@ -296,8 +296,8 @@ def resume(rows: Caches, source: Caches, slots: jax.Array) -> tuple[Caches, jax.
 def _replaced(caches: Caches, source: Caches, into: jax.Array) -> tuple[Caches, jax.Array]:
     """Replace sequences in the caches by copies. Return the caches, and codes of `Refusal`."""
     changes = [
-        # An insert refuses a slot that holds a sequence, so it is emptied first. A refusal to empty
-        # an empty slot is dropped here.
+        # An insert refuses a slot that holds a sequence, so empty the slot first. The refusal to
+        # empty an empty slot is dropped here.
         cache.free(into).cache.insert(filled, into)
         for cache, filled in zip(caches, source, strict=True)
     ]

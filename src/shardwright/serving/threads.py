@@ -82,7 +82,7 @@ class StepLock:
         """
         while whole or not done():
             with self._lock:
-                # Another thread may have run the step while this one waited for the lock.
+                # Another thread may have run the step while this thread waited for the lock.
                 if done():
                     return
                 self.step()

@@ -154,7 +154,7 @@ class Combination:
         by_rank = jnp.moveaxis(
             partial.reshape(*before, self.shards, size // self.shards, *after), dim, 0
         )
-        # Exchange over a leading dim. For an inner dim, XLA for TPUs copies before and after it.
+        # Exchange a leading dim: for an inner dim, XLA for TPUs copies the array before and after.
         pieces: jax.Array = jax.lax.all_to_all(by_rank, self.axes, split_axis=0, concat_axis=0)
         return pieces
 

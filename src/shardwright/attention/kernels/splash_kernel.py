@@ -144,7 +144,7 @@ def run_forward(
         # A TPU pads the last dim to 128 lanes in any case, so m and l repeat their numbers along a
         # lane dim instead of being columns.
         scratch=[(plan.q_block, v.shape[3]), (plan.q_block, LANES), (plan.q_block, LANES)],
-        # Update the state in place. Inputs are numbered with the prefetched scalars.
+        # Update the state in place. `aliases` counts the prefetched scalars as inputs too.
         aliases={first + at: at for at in range(len(before))},
         name="splash_forward",
     )

@@ -125,7 +125,7 @@ def forward(
     (batch, q_length, heads, _), (_, page_size, kv_heads, v_dim) = q.shape, v.shape
     group = heads // kv_heads
     queries = max(_LEAST_ROWS, pl.next_power_of_2(group * q_length))
-    # A block lies in one page. Rows that it has beyond the page are masked.
+    # A block lies in one page. Rows of the block beyond the page are masked.
     block = min(_BLOCK, pl.next_power_of_2(max(page_size, _LEAST_ROWS)))
     per_page = pl.cdiv(page_size, block)
     blocks = pages.shape[1] * per_page

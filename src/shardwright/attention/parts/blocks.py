@@ -63,7 +63,7 @@ def may_be_empty(operands: Operands, recipe: Arithmetic) -> bool:
 def is_empty(block: Operands, recipe: Arithmetic) -> jax.Array:
     """Return whether a mask hides a whole block. False may be wrong; see `masks.block_is_empty`."""
     q, kv = block.q_positions, block.kv_positions
-    # A row without a key has the position -1. It must not lower the smallest position, or no block
+    # A row without a key has the position -1. That position must not lower the minimum, or no block
     # of a partly filled ring would be skipped.
     kv_low, kv_high = jnp.min(jnp.where(kv < 0, jnp.iinfo(jnp.int32).max, kv)), jnp.max(kv)
     empty: jax.Array = block_is_empty(recipe.mask, (jnp.min(q), jnp.max(q)), (kv_low, kv_high))
@@ -99,8 +99,8 @@ def _pad_side(operands: Operands, dims: dict[str, int], length: int, size: int) 
         if name == "kv_positions":
             padded[name] = pad_dim(array, dim, size, -1)
         else:
-            # A repeated last position or id does not widen the range of its block, which `is_empty`
-            # compares.
+            # Padding repeats the last position or segment id, so it does not widen the range of its
+            # block, which `is_empty` compares.
             padded[name] = pad_dim(array, dim, size, "edge" if array.dtype == jnp.int32 else 0)
     return operands.replace(**padded)
 

@@ -51,7 +51,7 @@ def not_differentiable(f: Callable[..., Any], what: str) -> Callable[..., Any]:
       f: A function of arrays.
       what: The subject of the message.
     """
-    # JAX calls the rule only to differentiate, so the refusal costs nothing otherwise.
+    # JAX calls `rule` only to differentiate, so other calls pay nothing for the refusal.
     plain = jax.custom_jvp(f)
 
     @plain.defjvp

@@ -48,8 +48,8 @@ def start(q: jax.Array, v: jax.Array) -> Running:
       q: `[batch, q_length, heads, head_dim]`.
       v: `[batch, kv_length, kv_heads, v_dim]`.
     """
-    # zeros_like and not zeros: inside shard_map the carry of a scan must vary over the same mesh
-    # axes as what is added to it.
+    # Use zeros_like and not zeros: inside shard_map the carry of a scan must vary over the same
+    # mesh axes as the blocks that are added to the carry.
     batch, length, heads, _ = q.shape
     row = jnp.zeros_like(q, shape=(batch, heads, length), dtype=jnp.float32)
     row = row + jnp.zeros_like(v, shape=(), dtype=jnp.float32)

@@ -281,7 +281,7 @@ _run.defvjp(_forward, _backward)
 
 def _pull_back(job: _ShardedKernel, floats: dict[str, Any], others: Any) -> tuple[Result, Any, Any]:
     """Return the kernel's result, its pull-back, and what it keeps; from local arrays."""
-    # Gradients of shared operands stay in float32 until they are summed.
+    # Gradients of operands that several shards share stay in float32 until they are summed.
     wide = {
         name: x.astype(jnp.float32) if job.shared_over(name) else x for name, x in floats.items()
     }

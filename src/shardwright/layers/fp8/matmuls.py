@@ -172,7 +172,7 @@ def forward(call: Fp8Call, x: Any, kernels: tuple[Any, ...], scales: Any, *, kee
     _check_dims(call, x, kernels, keep=keep)
     x_scale, kernel_scales = scales
     amax_x, x_scale = _scale(call, x, x_scale, form)
-    # Blocks lie along the last contracted dim. With one scale per tensor, the dim is not read.
+    # `_quantized` reads `dim` only for blocks, which lie along the last contracted dim.
     left = _quantized(call, x, x_scale, x.ndim - 1, form)
     ys, amaxes, kept = [], [], []
     for kernel, static, given in zip(kernels, call.kernels, kernel_scales, strict=True):
@@ -312,7 +312,7 @@ def _summed(grad: Any, varying: frozenset[str]) -> Any:
     mesh = _jax.ambient_mesh()
     if mesh is None or not _jax.tracks_varying():
         return grad
-    # Autodiff would insert this sum. A custom VJP must do it itself: JAX checks that a gradient
+    # Autodiff would insert this sum. A custom VJP must sum itself: JAX checks that a gradient
     # varies over the same mesh axes as its primal.
     extra = _jax.varying_axes(grad) - varying
     axes = tuple(axis for axis in mesh.axis_names if axis in extra)

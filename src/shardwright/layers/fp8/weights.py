@@ -176,7 +176,7 @@ def check_blocks(
         sizes = {axis: manager.mesh.shape[axis] for axis in axes}
     else:
         sizes = _sizes_of_dim(array, dim, shards)
-    # Over Manual mesh axes the shape is already that of a device's part.
+    # Over Manual mesh axes, the shape is already the shape of one shard.
     ambient = _jax.ambient_mesh()
     manual = () if ambient is None else ambient.manual_axes
     count = math.prod(size for axis, size in sizes.items() if axis not in manual)

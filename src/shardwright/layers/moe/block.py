@@ -393,10 +393,10 @@ def _over_shards(
 ) -> tuple[Any, dict[str, Any]]:
     """Run the layer on the shards of tokens and experts."""
     axes = _token_axes(x.shape)
-    # The sums are those of all devices, so they leave the `shard_map` replicated.
+    # The sums are over all devices, so they leave the `shard_map` replicated.
     sums = {"load": (EMPTY,), "losses": (EMPTY,)} if config.has_loss else {"load": (EMPTY,)}
     weight_axes = {name: _USED_AS[name] for name in params}
-    # Kept with the manager, so that layers with the same options share one trace.
+    # Remember the function in the manager, so that layers with the same options share one trace.
     on_shard = manager.remember(
         ("moe", config, dispatch, axes, bias is None, valid is None, mode),
         lambda: manager.shard_map(
@@ -477,7 +477,7 @@ def _shared(config: MoEConfig, dispatch: Dispatch, params: Any, tokens: Any) -> 
     hidden = activation(config.activation, tokens @ gate) * (tokens @ up)
     result = (hidden @ down).astype(jnp.float32)
     if not dispatch.sent and dispatch.shards > 1:
-        # Zero all results but the first: the sum over devices must count shared experts once.
+        # Keep only the first device's result: a sum over devices must count shared experts once.
         is_first = jax.lax.axis_index(dispatch.expert_axes) == 0
         result = jnp.where(is_first, result, 0)
     return result
