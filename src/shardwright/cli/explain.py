@@ -347,7 +347,7 @@ def _totals(answers: Sequence[ExplainedTensor], columns: Sequence[Sequence[str]]
         for answer in answers
         if any(count is not None for count in answer.bytes_per_device.values())
     ]
-    # the bytes over one device are those of the whole array
+    # the bytes over one device are the bytes of the whole array
     total = sum(answer.tensor.bytes_over(1) or 0 for answer in counted)
     parts = []
     for names in columns:

@@ -233,8 +233,8 @@ def _edits(findings: Sequence[Finding], strategy: Strategy | None, file: str) ->
         if isinstance(edit, NewValue) and (
             edit.table[0] != "tensors" or edit.source.rpartition(":")[0] == file
         ):
-            # Two tensors may ask for different fallbacks of one rule. Each ends in "-" and fits
-            # both.
+            # Two tensors may ask for different fallbacks of one rule. Each fallback ends in "-" and
+            # fits both tensors.
             edits.setdefault((edit.table, edit.key), _setter(edit.table, edit.key, edit.value))
     yield from edits.values()
 

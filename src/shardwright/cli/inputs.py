@@ -198,7 +198,7 @@ def make_setting(combined: Any, label: str, *, mesh: str | None, devices: int | 
     manager = PartitionManager(combined, mesh=read_mesh(combined, label, mesh, devices))
     dcn = dict(combined.dcn)
     if mesh is not None:
-        # This mesh replaces the strategy's mesh and its parts between slices. `zip` is not strict,
+        # `mesh` replaces the strategy's mesh and its parts between slices. `zip` is not strict,
         # since a mesh of one slice has no `dcn`.
         spec = parse_mesh(mesh)
         dcn = dict(zip(spec.names, spec.dcn, strict=False))

@@ -51,8 +51,8 @@ class Constrained:
             by name only, or axes of the mesh are Explicit.
           ShardingError: An intermediate does not fit the rules or the mesh.
         """
-        # Explicit shardings are part of the types, and a traced program keeps those of its trace:
-        # in constants, and in custom derivatives such as that of `jax.nn.relu`.
+        # Explicit shardings are part of types, and a traced program keeps the types of its trace:
+        # in constants, and in custom derivatives such as the derivative of `jax.nn.relu`.
         if AxisType.Explicit in current_manager().mesh.axis_types:
             raise StrategyError(
                 "constrained needs Auto mesh axes, and the mesh has Explicit ones",

@@ -30,7 +30,7 @@ from shardwright.vocabulary.axes import (
 )
 from shardwright.vocabulary.merged_dims import axis_text, merged
 
-# The kind of an intermediate. The first of these axes that the intermediate has decides it.
+# Axis -> kind of an intermediate: the first of these axes that an intermediate has decides.
 KINDS: Final = {
     VOCAB: "logits",
     MLP_INTERMEDIATE: "hidden dim of an MLP",

@@ -10,7 +10,7 @@ from shardwright.inference.atoms import AtomDim, AtomDims, finest
 from shardwright.inference.facts import TableLookup, is_residual
 from shardwright.inference.step import ArrayFacts, InferenceStep
 
-# Activation functions are made of these. Normalization (rsqrt, square) is not among them.
+# Activation functions are made of these primitives. Normalization has others: rsqrt, square.
 _NONLINEAR: Final = frozenset({"erf", "erfc", "exp", "exp2", "expm1", "logistic", "max", "tanh"})
 _ADDITIONS: Final = frozenset({"add", "add_any"})
 

@@ -61,7 +61,7 @@ def _name_whole(names: Names, slices: Sequence[DimSlice]) -> None:
     leads = {part[0][0] for part in factors}
     tails = {part[1:] for part in factors}
     # If one weight holds queries, keys and values, with fewer kv heads, its dim has the heads of
-    # all three with one head dim. It is spelled HEAD.
+    # all three with one head dim. The dim is spelled HEAD.
     if len(tails) != 1 or (len(leads) > 1 and leads != {HEAD, KV_HEAD}):
         why = Evidence("parts of different axes", first.location)
         names.give((atom,), EMPTY, why, guess=True)

@@ -164,8 +164,8 @@ def name_logits(names: Names, results: Sequence[ArrayFacts]) -> None:
         for lookup in facts.lookups
         if any(atom.name == VOCAB and not atom.guess for atom in finest(lookup.key))
     }
-    # A sampler chooses among tokens, but a router also chooses along a dim by `top_k`. So these
-    # dims need the size of a table of tokens.
+    # A sampler chooses among tokens, but a router also chooses along a dim by `top_k`. So a dim
+    # of `chosen` is VOCAB only if it has the size of a table of tokens.
     chosen = [(use.dim, use.location) for use in (*facts.top_k, *facts.largest)]
     ends = list(_ends(facts, results))
     for at, (dim, location) in enumerate((*chosen, *ends)):

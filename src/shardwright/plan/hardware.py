@@ -21,7 +21,7 @@ from shardwright.errors import MeshSpecError, Problem, StrategyError, did_you_me
 SliceShape = tuple[int, ...]
 
 _CELLS: Final = ("bf16_tflops", "hbm_gib", "hbm_gbps", "link_gbps")
-# Rates of matmuls in other types. A type without a rate has that of bfloat16.
+# Rates of matmuls in other types. A type without a rate has the rate of bfloat16.
 _TYPES: Final = ("fp8_tflops", "f32_tflops")
 _HOST: Final = ("host_gbps", "host_gib")
 _NETWORKS: Final = ("infiniband_gbps", "roce_gbps", "efa_gbps", "tcpx_gbps", "tcpxo_gbps")

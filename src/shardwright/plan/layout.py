@@ -23,7 +23,7 @@ from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.hardware import Topology
 from shardwright.vocabulary.shown import data_of
 
-# XLA runs these in two steps: inside each slice, then between slices for each device's part.
+# XLA runs these collectives in two steps: in each slice, then each device's part between slices.
 _SHARED: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 
 

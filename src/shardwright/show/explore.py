@@ -98,8 +98,8 @@ def page_data(
         for label, by_mode in variants.items()
         for mode, program in by_mode.items()
     }
-    # Annotations do not depend on the strategy or the mesh, so those of the first candidate apply
-    # to all.
+    # Annotations do not depend on the strategy or the mesh, so take them from the first candidate
+    # for all candidates.
     inside: dict[tuple[str, str], list[AnnotationRequest]] = {}
     for candidate in candidates:
         for mode, report in candidate.reports.items():

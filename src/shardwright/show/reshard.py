@@ -105,7 +105,7 @@ def reshard_text(plan: ReshardPlan) -> str:
         f"one device holds at most {bytes_text(plan.peak_per_device)}"
         + (f", the host {bytes_text(plan.host_bytes)}" if plan.host_bytes else "")
     )
-    # Bytes are those of NumPy's element size, which is 1 for int4 too.
+    # Bytes are counted with NumPy's element size, which is 1 for int4 too.
     dtypes = {leaf.route.dtype for leaf in plan.leaves}
     narrow = sorted(
         str(dtype)

@@ -168,7 +168,7 @@ def _clashes(uses: Sequence[dict[str, Any]], root: Path) -> list[str]:
 def _unused(
     folder: Path, uses: Sequence[dict[str, Any]], phases: Mapping[str, Mapping[str, set[str]]]
 ) -> list[Path]:
-    # A page with doctests may have the name of a module. Then both use one folder.
+    # A page with doctests may have the name of a module. Then page and module use one folder.
     module, *others = [
         path
         for path in folder.parent.parent.iterdir()

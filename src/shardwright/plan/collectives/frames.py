@@ -8,7 +8,7 @@ from pathlib import Path
 
 # Our own package: `shardwright/`, two folders above this one.
 _OWN = str(Path(__file__).parents[2]) + "/"
-# The reference decoder is in this package, but its lines are those of a model.
+# The reference decoder is in this package, but its lines count as lines of a model.
 _REFERENCE_MODEL = f"{_OWN}interop/hf/model/"
 
 

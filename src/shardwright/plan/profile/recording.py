@@ -156,7 +156,7 @@ def _stated(platform: str, lines: Any, device: str = "") -> Iterator[_Found]:
             module, key = str(stats.get("hlo_module", "")), str(stats.get("program_id", ""))
             timed = TimedOp(str(op), event.start_ns, event.end_ns)
             if "cuda_graph_node_id" in stats:
-                # The lower 32 bits are the number of the node, the upper 32 bits that of the graph.
+                # The lower 32 bits number the node, and the upper 32 bits number the graph.
                 node = int(stats["cuda_graph_node_id"]) & 0xFFFFFFFF
                 launch = int(stats.get("correlation_id", 0))
                 timed = timed._replace(kernel=event.name, node=node, launch=launch)

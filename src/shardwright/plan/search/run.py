@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
 # Programs that are walked by default: 20 seconds for a decoder. On 2xv5p:4x4x4, 16xh100:8 and
-# 4xgb200:72, the best ten candidates of an 8B decoder among all walks are among these, too.
+# 4xgb200:72, these include the ten best of all candidates of an 8B decoder, if all are walked.
 WALKS: Final = 40
 _TOO_LARGE: Final = "does not fit"
 _TOO_LARGE_ON_HOST: Final = "does not fit into the memory of the host"

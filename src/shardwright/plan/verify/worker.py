@@ -62,7 +62,7 @@ def compile_program(program: bytes, request: Mapping[str, Any]) -> dict[str, Any
     """
     exported = jax.export.deserialize(bytearray(program))
     mesh = make_mesh(request)
-    # The shardings are passed again: the serialized program lacks those of unused arguments, which
+    # Pass the shardings again: the serialized program has none for unused arguments, which
     # would be compiled as replicated.
     arguments = [
         jax.ShapeDtypeStruct(

@@ -129,8 +129,8 @@ def _partition(lookup: Lookup, level: _Level, moves: list[LookupMove]) -> bool:
         moves += [each for n in operands for each in _route(n, level.dims[n], whole[n])]
         moves.append(LookupMove(name=result, held=whole[result], goal=level.dims[result]))
         return True
-    # This follows XLA's `GatherPartitionMethodsOrderedByCost`, and the same for scatters. Of equal
-    # options, `min` keeps the first one, in the order of XLA's list.
+    # XLA takes the cheapest option: `GatherPartitionMethodsOrderedByCost`, same for scatters. Of
+    # options with equal costs, `min` keeps the first one, in the order of XLA's list.
     chosen = min(options, key=lambda option: _cost(lookup, level, option))
     after = chosen.after
     changed = [name for name in _NAMES if name != result]

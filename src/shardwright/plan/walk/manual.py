@@ -216,7 +216,7 @@ def _is_scattered(equation: Any, jaxpr: Any, step: PlanStep) -> bool:
 def _mesh_axes(equation: Any, step: PlanStep) -> tuple[str, ...]:
     axes = equation.params.get("axes", equation.params.get("axis_name"))
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    # An integer is a dim that `vmap` added. It is on one device.
+    # An integer stands for a dim that `vmap` added. Such a dim is on one device, over no mesh axis.
     return step.ledger.renamed(name for name in names if isinstance(name, str))
 
 
@@ -243,7 +243,7 @@ def _count_kernel(equation: Any, step: PlanStep, location: WalkLocation) -> None
     body runs in a step. The walk takes the one with the most operations.
     """
     parameters, variables = equation.params, (*equation.invars, *equation.outvars)
-    # A dynamic size of a grid is not known before the program runs. It counts as one step.
+    # A dynamic size of a grid is unknown before the program runs, and counts as one step.
     steps = math.prod(size for size in parameters["grid_mapping"].grid if isinstance(size, int))
     always, most = _matmuls_of(parameters["jaxpr"])
     sizes = [whole_bytes(each.aval.size, each.aval.dtype) for each in variables]

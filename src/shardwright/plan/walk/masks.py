@@ -73,7 +73,7 @@ def _key(equation: Any, key_of: Callable[[Any], Any]) -> Any:
     name, parameters, result = equation.primitive.name, equation.params, equation.outvars[0].aval
     if name == "iota":
         length = result.shape[parameters["dimension"]]
-        # With one long dim, this equals a reshaped iota of one dim. Programs write both forms.
+        # With one long dim, this iota equals a reshaped iota of one dim. Programs write both.
         if length == result.size:
             return "shape", result.shape, ("iota", str(result.dtype), length)
         return name, str(result), parameters["dimension"]

@@ -76,7 +76,7 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> ValueMove:
     # A dim that loses one mesh axis and gets another one is not gathered. The next case exchanges
     # it and notes a doubt.
     if len(left | entered) > _PAIR and len(moved) > 1 and not left & entered:
-        # The mesh axes cut their new dims only after the gathers, so the bytes are those of `held`.
+        # The gathers come before the mesh axes cut their new dims, so they send shards of `held`.
         return ValueMove(transfers=tuple(_gathered(held, moved, sizes)[0]))
     if moved and len(changed) > _PAIR:  # a third dim gets a new mesh axis
         exchange = _exchanged(held, current, goal, sizes, moved)

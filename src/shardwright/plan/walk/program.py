@@ -90,7 +90,7 @@ _MASKS: Final = "this mask is computed twice; annotate the results that are made
 _UNEVEN: Final = "shard the returned value, which does not divide, with shard(...)"
 # For these primitives, the rule itself sets `runs`, which is how often a result is computed.
 _LOOPS: Final = frozenset({"scan", "while", "cond"})
-# XLA partitions these by the types of all operands, including constants.
+# XLA partitions these primitives by the types of all operands, including constants.
 _PARTITIONED: Final = (
     frozenset({"dot_general", "ragged_dot_general", "reshard", "gather"}) | SCATTERS
 )
