@@ -119,7 +119,7 @@ def test_network_of_a_cluster() -> None:
         ("2xh100:8@ipoib", facts("ipoib", fix="infiniband")),
         ("v5e:2x4@efa", facts("efa", "v5e", fix="none")),
         ("h100", facts("h100", fix="16xh100:8")),
-        ("h100-16", facts("h100-16", fix="16 chips")),
+        ("h100-16", facts("h100-16", fix="16 GPUs")),
     ],
 )
 def test_bad_clusters_are_refused(text: str, says: Facts) -> None:

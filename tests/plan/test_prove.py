@@ -363,5 +363,5 @@ def test_a_program_that_does_not_fit_is_not_compared(monkeypatch: pytest.MonkeyP
         return real(target=proving.make_target(None), refused="RESOURCE_EXHAUSTED")
 
     monkeypatch.setattr(proving, "compile_exported", refused)
-    with raises(ProgramError, "memory", fix="slice"):
+    with raises(ProgramError, "memory", fix="--topology"):
         prove(lowered(mlp), lowered(mlp, "tensor"), timeout=60)
