@@ -1,4 +1,7 @@
-"""Five programs beside those that the rules of the plan's memory were made with."""
+"""Programs beside those that most rules of the plan's memory were made with.
+
+The rules of loops without rematerialization were made with the last two.
+"""
 
 from __future__ import annotations
 
@@ -120,6 +123,45 @@ def mixer(w: Any, x: Any) -> Any:
     h = y.astype(F32)
     h = ((h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)).astype(BF16)
     return loss_of(y + jax.nn.gelu(h @ w["up"]) @ w["down"])
+
+
+GATED = {"gate": UP, "up": UP, "down": DOWN}
+PAIR = {f"{n}{i}": w for i in range(2) for n, w in GATED.items()}
+
+
+@program(PAIR, inputs=((HID, (B, S, D), BF16),), preset="fsdp_tp", mesh={"fsdp": 4, "tp": 2})
+def gates_in_a_loop(w: Any, x: Any) -> Any:
+    """Two gated layers that run twice, without remat."""
+    w = sw.gather(w, PAIR)
+
+    def layers(x: Any, _: Any) -> Any:
+        for i in range(2):
+            gate, up = (sw.shard(x @ w[f"{n}{i}"], INNER) for n in ("gate", "up"))
+            x = sw.shard(x + (jax.nn.silu(gate) * up) @ w[f"down{i}"], HID)
+        return x, None
+
+    return loss_of(lax.scan(layers, sw.shard(x, HID), length=2)[0])
+
+
+ATTENTION = {"q": PROJ, "k": PROJ, "v": PROJ, "o": OUT}
+
+
+@program(
+    {**ATTENTION, "head": TABLE},
+    inputs=((HID, (B, S, D), BF16),),
+    preset="tensor",
+    mesh={"dp": 2, "tp": 4},
+)
+def attention_in_a_loop(w: Any, x: Any) -> Any:
+    """One layer that runs twice, without remat, and a large head behind it."""
+
+    def layer(x: Any, _: Any) -> Any:
+        q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w[n]) for n in "qkv")
+        mixed = attend(sw.shard(q, HEADS), sw.shard(k, KEYS), sw.shard(v, KEYS))
+        return sw.shard(x + jnp.einsum("bshk,hkd->bsd", mixed, w["o"]), HID), None
+
+    x = lax.scan(layer, sw.shard(x, HID), length=2)[0]
+    return loss_of(sw.shard(x @ w["head"].T, LOGITS))
 
 
 assert not PROGRAMS.keys() & foreign_programs.PROGRAMS.keys()

@@ -49,6 +49,25 @@ def test_stacked_results_are_written_where_they_are_made() -> None:
     assert (peak.low, peak.high) == (x + weights + results,) * 2
 
 
+@pytest.mark.parametrize(("slices", "most"), [(0, 10), (1, 16)])
+def test_value_of_a_slice_is_made_once_for_two_matmuls(slices: int, most: int) -> None:
+    """As the gradient of a gate, which takes its derivative from a stack of the forward pass."""
+
+    def buffer(*operands: Buffer) -> Buffer:
+        return Buffer(size=8, kind=TEMPORARY, operands=operands)
+
+    gradient = Buffer(size=8, kind=TEMPORARY)
+    stacked = [buffer() for _ in range(slices)]
+    value = buffer(gradient, *stacked)
+    timeline = Timeline()
+    timeline.add(births=[gradient, *stacked])
+    timeline.add([gradient, *stacked], [value])
+    results = [Buffer(size=1, kind=TEMPORARY) for _ in range(2)]
+    for result in results:
+        timeline.add([value], [result], matmul=True)
+    assert timeline.peak(results, within=True).high == most
+
+
 def test_results_without_a_donated_argument_count_from_the_start() -> None:
     def step(w: Any, x: Any) -> Any:
         return w + (jnp.tanh(x @ x) @ x).sum()

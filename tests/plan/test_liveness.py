@@ -147,6 +147,23 @@ def test_sine_of_same_positions_is_computed_once_and_early() -> None:
     assert early.peak([]).high == 2 + 30 + 10 + 5
 
 
+@pytest.mark.parametrize(("recomputes", "most"), [(False, 41), (True, 23)])
+def test_backward_pass_of_a_loop_may_run_first(recomputes: bool, most: int) -> None:
+    """Each gradient of a hidden state gives that of a weight, and the one before it."""
+    timeline = Timeline()
+    timeline.recomputes = recomputes
+    later, weights = buffer(10), []
+    timeline.add(births=[later])
+    for _ in range(3):
+        earlier, weight = buffer(10), buffer(1)
+        timeline.add([later], [weight], matmul=True)
+        timeline.add([later], [earlier], matmul=True)
+        weights.append(weight)
+        later = earlier
+    peak = timeline.peak([*weights, later], within=True)
+    assert (peak.high, peak.recomputes) == (most, recomputes)
+
+
 def test_overwritten_operand_is_counted_once() -> None:
     a, b = Buffer(size=10, kind="parameters"), buffer(10)
     timeline = Timeline()

@@ -84,6 +84,7 @@ class Peak:
       kinds: Kind -> bytes at the time of `high`.
       live: The values in memory at the time of `high`, the largest first.
       host: The most bytes that are in the memory of the host at one time, for each device.
+      recomputes: Whether a matmul is rematerialized, here or in the body of a loop.
     """
 
     sure: int = 0
@@ -92,6 +93,7 @@ class Peak:
     kinds: Mapping[str, int] = dataclasses.field(default_factory=dict)
     live: tuple[Live, ...] = dataclasses.field(default=(), compare=False)
     host: int = 0
+    recomputes: bool = False
 
     @staticmethod
     def most(peaks: Iterable[Peak]) -> Peak:

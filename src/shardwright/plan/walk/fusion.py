@@ -119,6 +119,10 @@ def _is_repeated(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer
     # A compiler holds the operands and computes the value again for each use, if the operands
     # together take no more memory than the value.
     operands = {each for operand in buffer.operands or () for each in held(operand, fused)}
+    if fusion is Fusion.NARROW and reads.matmuls.get(buffer, 0) > 1:
+        # A slice that a loop reads in place takes no memory. But to read it takes time, so XLA
+        # computes the gradient of a gate once for its two matmuls.
+        operands |= {each for each in _closest(buffer, _is_start) if each.operands is not None}
     # `MOST` also fuses a value with a small operand, such as the mean of each row. The ways of the
     # upper end do not: with it, the upper end of `unrolled_without_remat`, a program that was not
     # used to fit the model, would be 0.96 of the peak.
@@ -277,6 +281,11 @@ def held(buffer: Buffer, fused: set[Buffer]) -> list[Buffer]:
     """Return the buffers that a use of a buffer reads: itself, or its operands if it is fused."""
     # A shortcut for most buffers: this runs for every use, in each way of fusing.
     return _closest(buffer, lambda each: each not in fused) if buffer in fused else [buffer]
+
+
+def _is_start(buffer: Buffer) -> bool:
+    """Tell whether a buffer is computed from no other, or cannot be fused."""
+    return not buffer.operands
 
 
 def _closest(buffer: Buffer, ends: Callable[[Buffer], bool]) -> list[Buffer]:

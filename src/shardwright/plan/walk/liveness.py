@@ -5,7 +5,8 @@ values it keeps. `fusion` lists the choices.
 
 * The upper end counts every value that a compiler cannot fuse into its use: matmuls, results of
   collectives and of loops, and elementwise values with several uses. A fused value keeps its
-  operands alive instead. Results that take no donated argument's memory count from the start.
+  operands alive instead. Results that take no donated argument's memory count from the start. With
+  loops, the upper end is also that of another order, see `_depth_first`.
 * The lower end is that of a compiler at its best. Each chain of elementwise values overwrites a
   value that it starts with. A sum over devices is never in memory as a whole.
 
@@ -16,6 +17,7 @@ that loops stack.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
@@ -134,13 +136,18 @@ class Timeline:
         }
         # The body of a loop writes to carries and stacks, which the outer timeline counts.
         reserved = () if within else self._own_results(results, kept)
-        most = []
-        for each in (Fusion.NARROW, Fusion.WIDE):
-            # A compiler does not fuse where that keeps more in memory.
-            apart = fused_buffers(self._entries, reads, each, join=False)
-            both = (self._way(apart, results, kept), ways[each])
-            most.append(min((self._most(way, reserved) for way in both), key=lambda end: end[0]))
-        # Compiled programs show both ways, so the upper end covers the larger one.
+        choices = [
+            [fused_buffers(self._entries, reads, each, join=join) for join in (False, True)]
+            for each in (Fusion.NARROW, Fusion.WIDE)
+        ]
+        most = [self._highest(choices, results, kept, reserved)]
+        recomputes = self.recomputes or any(entry.inner.recomputes for entry in self._entries)
+        # XLA takes the best of several schedules. In programs with loops, it is often this one.
+        if not recomputes and (within or any(entry.loop for entry in self._entries)):
+            program = self._entries
+            self._entries = _depth_first(program, [*results, *written])
+            most.append(self._highest(choices, results, kept, reserved))
+            self._entries = program
         high, live = max(most, key=lambda end: end[0])
         outputs = frozenset() if within else frozenset(results)
         sure = self._sure(ways[Fusion.NARROW], results, outputs)
@@ -170,7 +177,31 @@ class Timeline:
         kinds: Counter[str] = Counter()
         for present in live:
             kinds[present.kind] += present.size
-        return Peak(sure=sure, low=low, high=high, kinds=dict(kinds), live=live, host=host)
+        return Peak(
+            sure=sure,
+            low=low,
+            high=high,
+            kinds=dict(kinds),
+            live=live,
+            host=host,
+            recomputes=recomputes,
+        )
+
+    def _highest(
+        self,
+        choices: Iterable[Iterable[set[Buffer]]],
+        results: Sequence[Buffer],
+        kept: Sequence[Buffer],
+        reserved: Sequence[Buffer],
+    ) -> tuple[int, tuple[Live, ...]]:
+        """Return the upper end of the peak in this order, and what is in memory then."""
+        ends = []
+        for either in choices:
+            ways = (self._way(fused, results, kept) for fused in either)
+            # A compiler does not fuse where that keeps more in memory.
+            ends.append(min((self._most(way, reserved) for way in ways), key=lambda end: end[0]))
+        # Compiled programs show both ways, so the upper end covers the larger one.
+        return max(ends, key=lambda end: end[0])
 
     def _sure(self, way: _Lifetimes, results: Sequence[Buffer], outputs: frozenset[Buffer]) -> int:
         """Return the bytes of the values that every compiler keeps."""
@@ -352,6 +383,50 @@ def _late(entries: Sequence[Entry]) -> list[Entry]:
             place(entry)
     unread = [entry for entry in entries if id(entry) not in ordered]
     return [*unread, *ordered.values()]
+
+
+def _depth_first(entries: Sequence[Entry], results: Iterable[Buffer]) -> list[Entry]:
+    """Return equations in the order of XLA's depth-first scheduler (`DFSMemoryScheduler`).
+
+    Each is right before the first one that reads it. Of the operands of an equation, and of the
+    results, what has more readers behind it comes first, then what has more bytes. Nothing reads
+    the gradients of weights, so the backward pass may run before their matmuls. Then all that these
+    matmuls read is in memory at the same time.
+    """
+    makers: dict[Buffer, int] = {}
+    for at, entry in enumerate(entries):
+        for birth in entry.births:
+            makers.setdefault(birth, at)
+    reads = [dict.fromkeys(makers[use] for use in entry.uses if use in makers) for entry in entries]
+    readers = Counter(itertools.chain.from_iterable(reads))
+    # Bounded as in XLA, since values that are read twice count twice.
+    largest = sum(birth.size for entry in entries for birth in entry.births)
+    ranks: list[tuple[int, int]] = []  # readers and bytes, negative
+    for at, entry in enumerate(entries):
+        if entry.uses:
+            extra = max(readers[at] - 1, 0) - sum(ranks[each][0] for each in reads[at])
+            size = sum(birth.size for birth in entry.births)
+            size -= sum(ranks[each][1] for each in reads[at])
+            ranks.append((-min(extra, len(entries)), -min(size, largest)))
+        else:
+            ranks.append((0, 0))
+    arguments = sum(1 for _ in itertools.takewhile(lambda entry: not entry.uses, entries))
+    ordered = dict.fromkeys(range(arguments))
+    waiting = sorted({makers[each] for each in results if each in makers}, key=ranks.__getitem__)
+    waiting.reverse()
+    while waiting:
+        missing = [at for at in reads[waiting[-1]] if at not in ordered]
+        if missing:
+            waiting += sorted(missing, key=ranks.__getitem__, reverse=True)
+        else:
+            ordered.setdefault(waiting.pop())
+    turns = {at: turn for turn, at in enumerate(ordered)}
+    placed, turn = [], 0
+    for at in range(len(entries)):
+        # What no result needs, such as a copy, stays behind the equation that it follows.
+        turn = turns.get(at, turn)
+        placed.append((turn, at))
+    return [entries[at] for _, at in sorted(placed)]
 
 
 def _parts_first(entries: list[Entry]) -> list[Entry]:
