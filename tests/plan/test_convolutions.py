@@ -324,3 +324,8 @@ def test_other_sharded_dims_of_such_a_convolution_stay_doubts() -> None:
     doubts = {each.mesh_axis: each.fix for each in report.walked.choices}
     assert "spatial_and_channel" in doubts["sp"]
     assert doubts["tp"].startswith("annotate the result")
+    # Where windows reach beyond the neighbors, the height is gathered, which is no second doubt.
+    tall = jax.ShapeDtypeStruct((2 * X.shape[1] - 1, 1, 8, 16), jnp.float32)
+    report = pm.plan(padded, tall, X, specs=(axes, images))
+    (doubt,) = [each.fix for each in report.walked.choices if each.mesh_axis == "sp"]
+    assert "spatial_and_channel" in doubt

@@ -122,8 +122,7 @@ def pool(step: PlanStep) -> list[ShardedValue]:
         if not axes:
             continue
         reach = windows[at].reach(shape[at], result[at], shards(axes, sizes))
-        is_alone = windows[at].is_apart or windows[at].size == 1
-        if reach is not None and (is_alone or not is_gradient):
+        if reach is not None and (windows[at].is_apart or not is_gradient):
             reaches[at] = reach
     dims = tuple(axes if at in reaches else () for at, axes in enumerate(chosen.dims))
     step.doubt(chosen.mesh_axes - axes_of(dims), _GATHER.format(step.name))
