@@ -146,6 +146,7 @@ def check(name: str, schedule: str, mesh: str, kind: Any, *, forward: bool = Tru
         ("dropout", "1f1b", "pp:2,dp:4", "auto"),
         ("dropout", "1f1b", "pp:1,dp:2", "auto"),
         ("lora", "1f1b", "pp:4,fsdp:2", "explicit"),
+        ("fp8", "1f1b", "pp:2,fsdp:2,tp:2", "auto"),
         ("windows", "1f1b", "pp:2,fsdp:2,tp:2", "explicit"),
         ("dense", "gpipe", "pp:4,tp:2", "auto"),
         ("dense", "1f1b", "pp:8", "auto"),
@@ -162,7 +163,7 @@ CELLS = [
     for schedule in ("gpipe", "circular", "1f1b")
     for name, config in CONFIGS.items()
     for kind in ("auto", "explicit")
-    if not config.trips % ((2 if schedule == "circular" else 1) * int(mesh[3]))
+    if name != "fp8" and not config.trips % ((2 if schedule == "circular" else 1) * int(mesh[3]))
 ]
 
 

@@ -16,6 +16,7 @@ overflow), and then multiplied by the inverse scales. Sums over devices have tha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -295,7 +296,9 @@ def _multiply(
     # the sum.
     a, b = (dequantize(x, dtype) if call.blocks else x.value for x in (left, right))
     if out is not None:
-        y = dot_general(a, b, numbers, out=out, mode=call.mode, preferred_element_type=dtype)
+        # A scan is differentiated where the manager of its body, as of a stage, is not ambient.
+        with call.manager or contextlib.nullcontext():
+            y = dot_general(a, b, numbers, out=out, mode=call.mode, preferred_element_type=dtype)
     else:
         spec = None if entries is None else PartitionSpec(*entries)
         y = jax.lax.dot_general(a, b, numbers, preferred_element_type=dtype, out_sharding=spec)
