@@ -269,6 +269,11 @@ def test_repeated_operations_do_not_count(remat: bool, axes: tuple[str, ...]) ->
     low, high = utilization(report)
     assert low * report.time.high == pytest.approx(useful / 197e12)
     assert high * report.time.low == pytest.approx(useful / 197e12)
+    # The shortest time is that of the smallest branches, so only their operations count.
+    work = dataclasses.replace(report.walked.work, min_flops=report.walked.flops // 4 * 3)
+    walked = dataclasses.replace(report.walked, work=work)
+    _, smallest = utilization(dataclasses.replace(report, walked=walked))
+    assert smallest == pytest.approx(high if axes == ("tp",) else high * 3 / 4)
 
 
 def test_advice_names_the_best_that_fits() -> None:

@@ -222,6 +222,10 @@ def utilization(report: PlanReport) -> tuple[float, float]:
     """
     assert report.time is not None
     assert report.layout is not None
+    work = report.walked.work
     # Seconds at the peak rate. Divided by the estimated seconds, they give the MFU.
     seconds = report.walked.useful_flops / report.layout.topology.chip.flops
-    return seconds / report.time.high, seconds / report.time.low
+    low = seconds / report.time.high
+    # The shortest time leaves out blocks of attention that a mask may hide, so leave out their
+    # operations too.
+    return low, max(low, seconds * work.min_flops / max(work.flops, 1) / report.time.low)
