@@ -193,7 +193,7 @@ def test_error_on_explicit_axes_has_a_fix() -> None:
         jax.jit(jnp.matmul)(x, w)
     notes = [note for note in caught.value.__notes__ if "sw.create_mesh" in note]
     assert len(notes) == 1
-    assert "fix   build the mesh with sw.create_mesh, whose axes are Auto" in notes[0]
+    assert "fix   build the mesh with Auto axes, as sw.create_mesh does by default" in notes[0]
     with pytest.raises(ValueError, match="mine") as other, pm:
         raise ValueError("mine")
     assert not hasattr(other.value, "__notes__")
