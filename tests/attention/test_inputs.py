@@ -54,7 +54,7 @@ BAD: list[tuple[dict[str, Any], Facts]] = [
     ({"k": of(2, 6, 2, 4)}, facts("head_dim", 4, 8, path="k", fix="BTHD")),
     ({"v": of(2, 5, 2, 8)}, facts(5, 6, path="v", fix="BTHD")),
     ({"v": of(2, 6, 4, 8)}, facts(4, 2, path="v", fix="BTHD")),
-    ({"q": of(2, 6, 5, 8)}, facts(5, 2, path="k", fix="kv_heads")),
+    ({"q": of(2, 6, 5, 8)}, facts(5, 2, path="k", fix="multiple of the kv heads")),
     ({"q": of(2, 0, 4, 8)}, facts("(2, 0, 4, 8)", "dims", path="q")),
     (
         {"layout": "BHTD", "v": of(2, 6, 3, 8)},
