@@ -34,9 +34,9 @@ from shardwright.vocabulary.modes import mode_name, parse_mode
 # JAX's meshes have Explicit axes by default, which surprises people who write `h @ w`.
 _EXPLICIT_NOTE = (
     "The mesh has Explicit axes, over which JAX asks for the sharding of a result.\n"
-    "  fix   build the mesh with Auto axes, as sw.create_mesh does by default; or say the sharding of "
-    "the result: sw.einsum(..., out=axes) for a matmul, layers.embedding for a lookup, layers.loss "
-    "for a cross entropy"
+    "  fix   build the mesh with Auto axes, as sw.create_mesh does by default; or say the sharding "
+    "of the result: sw.einsum(..., out=axes) for a matmul, layers.embedding for a lookup, "
+    "layers.loss for a cross entropy"
 )
 
 _MEMORY_NOTE = (
