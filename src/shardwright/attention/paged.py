@@ -299,7 +299,8 @@ def _attend(
         return blockwise.forward(block, recipe, state=state)
 
     if _by_triton(call):
-        rows, interpret = _key_positions(table, page_size), triton_decode.is_interpreted(call)
+        rows = _key_positions(table, page_size)
+        interpret = triton_decode.is_interpreted(call)
         state = triton_decode.forward(operands, rows, table.pages, recipe, interpret=interpret)
     else:
         # The number of steps depends on the longest sequence, not on the width of the tables.

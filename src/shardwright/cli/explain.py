@@ -256,7 +256,7 @@ def _groups(modes: Mapping[str, Resolution]) -> list[tuple[list[str], Resolution
 
 
 def _modes_text(names: Sequence[str], modes: Mapping[str, Any]) -> str:
-    # Write `all modes` only if all modes were asked for, not if a single mode was.
+    # `modes` has one entry if the user asked for a single mode. Then name this mode.
     is_all = len(names) == len(MODE_NAMES) == len(modes)
     return "all modes" if is_all else ", ".join(names)
 

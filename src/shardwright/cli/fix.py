@@ -209,7 +209,7 @@ def fix_file(
         tried_text = functools.reduce(lambda text, edit: edit(text), edits, after)
         if tried_text == after:
             break
-    assert best is not None  # before the first round there are no results to keep
+    assert best is not None  # the first round has set it
     if after != before and not dry:
         files.write_text(path, after)
     return Fixed(

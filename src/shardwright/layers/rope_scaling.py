@@ -119,8 +119,8 @@ def _llama3(f: Any, theta: float, values: _Values) -> _ScaledRope:
     factor, first = values.number("factor"), values.number(_FIRST)
     low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
     rotations = first * f / (2 * math.pi)  # of each frequency, over the original context
-    # `clip` stands for two branches of Meta's code: more than `high` rotations keep f, and fewer
-    # than `low` divide f by the factor.
+    # `clip` gives the results of two branches of Meta's code: with more than `high` rotations, keep
+    # f, and with fewer than `low`, divide f by the factor.
     kept = np.clip((rotations - low) / (high - low), 0, 1)
     return kept * f + (1 - kept) * f / factor, 1.0
 

@@ -412,7 +412,7 @@ def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
 
 
 def _shapes_of_name(text: str, hardware: Mapping[str, Chip]) -> str:
-    """Return what a cloud's name such as `v5p-32` or `h100-16` stands for, as a fix, or ""."""
+    """Return the topology that a cloud calls `v5p-32` or `h100-16`, as the text of a fix, or ""."""
     match = _CLOUD_NAME.fullmatch(text)
     chip = None if match is None else hardware.get(_CLOUD_CHIPS.get(match[1], match[1]))
     if match is None or chip is None:

@@ -81,7 +81,7 @@ def unpack(packed: Sequence[jax.Array], *, head_dim: int) -> tuple[jax.Array, ja
 
 
 def blocks(recipe: Arithmetic, shard: Operands, call: AttentionCall) -> Arithmetic:
-    """Return a recipe with blocks whose logits are no larger than the shard's keys and values."""
+    """Return the recipe with blocks whose logits take no more bytes than the keys and values."""
     limit = shard.k.nbytes + shard.v.nbytes
     q_block, kv_block = (
         min(recipe.q_block, shard.q.shape[1]),

@@ -126,7 +126,7 @@ def _parsed(path: Path, loader_type: Any) -> tuple[Any, Any]:
     loader = None
     try:
         loader = loader_type(text)
-        # Read the nodes first: they have the lines, and show how many values the aliases stand for.
+        # Read the nodes first: they have the lines, and the number of values with aliases expanded.
         root = loader.get_single_node()
         is_small = root is None or _size(root) <= _MOST_VALUES
         value = loader.construct_document(root) if root is not None and is_small else {}

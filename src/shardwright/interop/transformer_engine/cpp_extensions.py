@@ -11,7 +11,7 @@ from shardwright.errors import LayerError
 
 @functools.cache
 def __getattr__(name: str) -> Any:
-    """Return a class that stands for a primitive, so that importing it succeeds.
+    """Return a class in place of a primitive, so that importing the primitive succeeds.
 
     A call of the class, or a subclass of it, raises `LayerError`.
 

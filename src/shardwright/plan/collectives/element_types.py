@@ -19,7 +19,7 @@ from shardwright.plan.collectives.hlo import Computation, Instruction, Module, b
 # Key: type in which XLA reduces. Value: type of the program, which XLA widens for reductions.
 _PROMOTED = {"f32": "bf16", "s32": "s16", "u32": "u16"}
 # Key: type that XLA sends in any collective. Value: integer type of the program, which XLA widens.
-# s8 is no value here: a program may itself widen s8 to s32, to add it.
+# No entry has the value s8: a program may itself widen s8 to s32, to add it.
 _UNPACKED = {"s8": "s4", "u8": "u4"}
 _MOVES = frozenset(
     {"bitcast", "copy", "reshape", "transpose", "slice", "dynamic-slice", "broadcast"}

@@ -107,7 +107,7 @@ def split_heads(module: Any, arrays: Any, *, starts: tuple[Any, Any]) -> list[An
       arrays: Query, key and value, with their heads in one dim.
       starts: Positions of the first query and of the first key.
     """
-    # -1 stands for the number of heads, which may be smaller for keys and values.
+    # Infer the number of heads (-1): keys and values may have fewer than queries.
     query, key, value = (array.reshape(*array.shape[:2], -1, module.head_dim) for array in arrays)
     if not module.enable_rotary_pos_emb:
         return [query, key, value]
