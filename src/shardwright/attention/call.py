@@ -174,8 +174,8 @@ class Arithmetic:
       dropout: Probability of dropping a weight. The others are divided by `1 - dropout`.
       q_block: Rows of queries that a blockwise kernel holds at a time.
       kv_block: Rows of keys that it holds at a time.
-      cached: The caller's layout of k and v if they are a cache on TPUs, else None. Kernels then
-        read k and v in that order and do not copy them.
+      cached: The caller's layout of k and v if they are a cache on TPUs, else None. Kernels read
+        the cache in this layout, so they need no copy.
       partly_filled: Whether positions or lengths may hide rows of k and v. Those rows may hold NaN.
     """
 

@@ -19,8 +19,8 @@ To write an implementation of your own:
    the logsumexp. Sinks are added by `finish`, or by `add_sinks` on exactly one shard. Backward:
    `delta` once, `backward` for each set of keys, `sinks_gradient` once. Masks, windows, segments
    and dropout depend on global positions, so a kernel gets another shard of keys with
-   `operands.replace(k=…, v=…, kv_positions=…, kv_segment_ids=…)`. It slices dense masks and biases
-   itself.
+   `operands.replace(k=…, v=…, kv_positions=…, kv_segment_ids=…)`. The kernel itself must slice
+   dense masks and dense biases.
 5. `run_on_shards` sums the gradients of replicated operands, so a backward pass needs no `psum` for
    them. A scan's carry comes from `start` or `zeros_like`. If the output is sharded over all mesh
    axes of the call, residuals are kept for the backward pass; otherwise it runs the kernel again.

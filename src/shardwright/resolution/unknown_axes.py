@@ -114,8 +114,8 @@ def axes_meant(name: str, labels: Iterable[str]) -> list[str]:
     other libraries come next, then names with similar letters.
 
     Args:
-      name: The unknown name, in any case.
-      labels: Known axes, in the case that the result has.
+      name: The unknown name, in upper or lower case.
+      labels: Known axes. The result spells them in the same way, in upper or lower case.
 
     >>> axes_meant("mlp", ["batch", "mlp_intermediate"])
     ['mlp_intermediate']

@@ -421,7 +421,11 @@ class Loop:
         self._count_ended()
 
     def _fail(self, job: Job, error: Exception) -> None:
-        """Fail a job whose callback has raised an error, now or in the next step."""
+        """Fail a job whose callback has raised an error.
+
+        If several processes compare their calls, the job fails in the next step, so that all
+        processes fail it together.
+        """
         if self.calls.are_compared and job.completion is None:
             self._failed.append((job, error))
             self.calls.failed(job.number, error)

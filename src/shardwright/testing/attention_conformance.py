@@ -130,8 +130,8 @@ class AttentionConformance:
       refuses: Function of a call that tells whether it must be refused. Then the test fails if
         `supports` refuses other calls. None accepts whatever `supports` refuses.
       tolerances: The largest errors.
-      every: Whether to test all cells of the table, more than 2,000, instead of each case on two
-        meshes.
+      every: Whether to test every cell of the conformance table, more than 2,000. By default, each
+        case runs on two meshes only.
       devices: Devices of the meshes, such as `jax.devices("gpu")`. Meshes with more devices are
         left out. Defaults to virtual CPU devices.
       dtypes: Dtypes of queries, keys and values, which may include float16. With float32, the

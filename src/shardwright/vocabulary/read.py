@@ -87,7 +87,10 @@ def choice(words: type[enum.StrEnum]) -> FieldKind:
 
 
 def integer(least: int = 1, most: int | None = None, fix: str = "") -> FieldKind:
-    """Return the kind of integers of Python and NumPy in a range; the usual fix is the nearest."""
+    """Return the kind of a field that takes Python and NumPy integers in a range.
+
+    If `fix` is empty, the error proposes the nearest integer in the range.
+    """
     return FieldKind(
         lambda name, value: (
             (as_integer(value), integer_faults(name, value, least=least, most=most, fix=fix))

@@ -1,7 +1,8 @@
 """Cut local operands into blocks of queries and keys.
 
-The last block of queries may be padded. The forward pass does not pad keys, which would copy them:
-the last block of keys starts early, and hides the rows that the block before it has too.
+The last block of queries may be padded. Padding the keys would copy them, so the forward pass does
+not pad keys. Instead, the last block of keys overlaps the block before it, and masks the rows that
+both blocks have.
 """
 
 from __future__ import annotations
