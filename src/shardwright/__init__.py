@@ -1,5 +1,5 @@
 """Name every array dimension once. A strategy file decides, per runtime mode, over which mesh axes
-it is sharded.
+each dimension is sharded.
 """
 
 from __future__ import annotations

@@ -50,7 +50,10 @@ def is_symbolic(size: Any) -> bool:
 
 
 def in_trace() -> bool:
-    """Tell whether a transformation is tracing: `get_mesh` raises an error then, and only then."""
+    """Tell whether JAX is tracing a function.
+
+    Inside a trace, and only there, `jax.sharding.get_mesh` raises an error.
+    """
     try:
         jax.sharding.get_mesh()
     except ValueError:
@@ -71,8 +74,8 @@ def concrete_mesh() -> Mesh | None:
     """Return the ambient mesh with its devices, or None.
 
     A mesh of `jax.set_mesh` takes precedence over one of a legacy `with mesh:`. This function works
-    inside a trace too. It reads private names of JAX, because `get_mesh` raises an error inside a
-    trace, and every public function that reads a `with mesh:` warns.
+    inside a trace too. It reads private names of JAX for two reasons: `get_mesh` raises an error
+    inside a trace, and every public function that reads a legacy `with mesh:` prints a warning.
     """
     from jax._src import mesh as private
 
@@ -111,8 +114,9 @@ def legacy_meshes() -> tuple[Mesh, ...]:
 def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
     """Make a mesh ambient, and return the context manager whose `__exit__` restores the former one.
 
-    Return None inside a trace, where the ambient mesh cannot change. For a `Mesh` this is detected
-    by the error of `jax.set_mesh`: a call of `in_trace` beforehand would take most of the time.
+    Return None inside a trace, where the ambient mesh cannot change. For a `Mesh`, the trace is
+    detected by the error that `jax.set_mesh` raises, because a call of `in_trace` beforehand would
+    take most of the time of this function.
     """
     if isinstance(mesh, Mesh):
         try:
@@ -132,7 +136,7 @@ def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
 def varying_axes(value: Any) -> frozenset[str]:
     """Return the Manual mesh axes that a value varies over.
 
-    Return all Manual mesh axes if `shard_map` does not track this.
+    If `shard_map` does not track varying mesh axes, return all Manual mesh axes.
     """
     if not tracks_varying():
         mesh = ambient_mesh()
@@ -166,7 +170,7 @@ def vary_together(values: Any, *, over: tuple[str, ...] = ()) -> Any:
 
 
 def vary_as(values: Any, others: Any) -> Any:
-    """Cast the arrays of a tree so that each varies over all mesh axes that others vary over."""
+    """Cast the arrays of a tree so that each also varies over the varying mesh axes of `others`."""
     union = _varying_of(others)
     return jax.tree.map(lambda leaf: _vary(leaf, union), values)
 
@@ -174,7 +178,8 @@ def vary_as(values: Any, others: Any) -> Any:
 def untracked(values: Any) -> Any:
     """Return arrays without the varying mesh axes of an enclosing `shard_map` in their types.
 
-    Only for use inside `shard_map(check_vma=False)`, where operations drop them from their results.
+    Use this function only inside `shard_map(check_vma=False)`. There, the results of operations
+    have no varying mesh axes in their types.
     """
 
     def drop(leaf: Any) -> Any:
@@ -207,7 +212,8 @@ def call_shard_map(
     check_vma: bool = True,
 ) -> Callable[..., Any]:
     """Return `jax.shard_map` of a function. If `mesh` is None, use the ambient mesh, which a nested
-    `shard_map` requires. Return the function itself if that mesh has no axis left.
+    `shard_map` requires. If all axes of the ambient mesh are Manual already, return the function
+    itself.
     """
     if mesh is None:
         ambient = ambient_mesh()
@@ -322,7 +328,7 @@ def is_recomputed(equation: Any) -> bool:
 def raising_line(error: BaseException) -> str:
     """Return the line of the model that an error comes from, as `model.py:12`, or "".
 
-    Only the frames from the `except` inwards count.
+    Only the frames between the `except` that caught the error and the `raise` count.
     """
     frames = [
         frame
@@ -378,7 +384,7 @@ def duplicate_spec_errors() -> tuple[type[Exception], ...]:
 def is_sharding_type_error(error: BaseException) -> bool:
     """Tell whether JAX refused an operation because of the types of Explicit mesh axes.
 
-    The class is on no public module, neither in JAX 0.10.2 nor in 0.12.
+    No public module of JAX exports the class of the error, neither in 0.10.2 nor in 0.12.
     """
     return type(error).__name__ == "ShardingTypeError"
 
@@ -425,7 +431,8 @@ def refusals() -> tuple[type[Exception], ...]:
 def types_without_size_one() -> Iterator[None]:
     """Leave mesh axes of size 1 out of the types of values.
 
-    A program for Explicit axes then has equal types on a mesh of one device, whatever its specs.
+    On a mesh of one device, the types of a program for Explicit axes then do not depend on its
+    specs.
     """
     name = "jax_remove_size_one_mesh_axis_from_type"
     before = getattr(jax.config, name)
@@ -474,10 +481,10 @@ def scan_parts(parameters: dict[str, Any]) -> tuple[int, int, Any]:
 
 
 def without_refs(closed: Any) -> Any:
-    """Return a traced program whose Refs are values that its equations return.
+    """Return a traced program without Refs: its equations take and return their values instead.
 
-    JAX lowers Refs in the same way. A read becomes a slice or a look-up, a write becomes an update,
-    and a loop carries the written values.
+    JAX does the same when it lowers a program with Refs. A read becomes a slice or a look-up, a
+    write becomes an update, and a loop carries the written values.
     """
     from jax._src import core
     from jax._src.state.discharge import discharge_state
@@ -493,7 +500,7 @@ class CoordinationStore:
     """The keys and values that the processes of `jax.distributed` share.
 
     The process of rank 0 stores them. No method is a collective. Each method raises a
-    `JaxRuntimeError` if that process does not respond.
+    `JaxRuntimeError` if the process of rank 0 does not respond.
 
     Attributes:
       client: JAX's client of the store.
@@ -508,7 +515,10 @@ class CoordinationStore:
         self.client.key_value_set_bytes(key, value, allow_overwrite=True)
 
     def wait(self, key: str, seconds: float) -> bytes | None:
-        """Wait until a key is set, and return its value. Return None after some seconds."""
+        """Wait until a key is set, and return its value.
+
+        Return None if it is not set after `seconds`.
+        """
         try:
             value: bytes = self.client.blocking_key_value_get_bytes(key, max(1, int(seconds * 1e3)))
         except jax.errors.JaxRuntimeError as error:
@@ -518,7 +528,10 @@ class CoordinationStore:
         return value
 
     def entries(self, folder: str) -> dict[str, bytes]:
-        """Return the values below a folder, by key without the name of the folder."""
+        """Return the values below a folder.
+
+        The keys of the result do not have the name of the folder.
+        """
         pairs = self.client.key_value_dir_get_bytes(f"{folder}/")
         return {key.removeprefix(f"{folder}/"): value for key, value in pairs}
 
@@ -546,9 +559,10 @@ def coordination_store() -> CoordinationStore | None:
 
 
 def evaluate(equation: Any, values: Any) -> list[Any]:
-    """Return the results of an equation of a jaxpr. They keep its source line and its name.
+    """Return the results of an equation of a jaxpr.
 
-    The public `jax.extend.core.jaxpr_as_fun` evaluates whole jaxprs only.
+    The results keep the source line and the name of the equation. The public
+    `jax.extend.core.jaxpr_as_fun` evaluates whole jaxprs only.
     """
     from jax._src import source_info_util
 
@@ -572,7 +586,8 @@ def kernel_name(equation: Any) -> str:
 def moves_rows_alone() -> bool:
     """Return whether XLA moves the rows of a lookup independently of its indices.
 
-    XLA of JAX 0.10 does so. Later versions shard rows like indices, where that is a full gather.
+    XLA of JAX 0.10 does so. In later versions, XLA shards the rows like the indices if that makes
+    the lookup a full gather.
     """
     return bool(jax.__version_info__ < (0, 11))
 
@@ -583,7 +598,7 @@ def scope(equation: Any) -> str:
 
 
 def read_profile(file: Path, read: Callable[[Any], T]) -> T:
-    """Return what a function reads from the `jax.profiler.ProfileData` of a file."""
+    """Return the result of `read`, called with the `jax.profiler.ProfileData` of a file."""
     with warnings.catch_warnings():
         # The first use of `event.stats` warns in JAX 0.12, and aborts Python if that is an error.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -593,7 +608,7 @@ def read_profile(file: Path, read: Callable[[Any], T]) -> T:
 def hlo_text(module: bytes) -> str:
     """Return a serialized `HloModuleProto` as the text that `compiled.as_text()` prints.
 
-    No public function of JAX reads one.
+    No public function of JAX reads such a module.
     """
     from jax._src import lib
 
@@ -604,7 +619,7 @@ def hlo_text(module: bytes) -> str:
 def whole_hlo_text(compiled: Any) -> str:
     """Return the text of a compiled program with the values of all constants.
 
-    `compiled.as_text()` leaves out those of more than ten elements.
+    `compiled.as_text()` leaves out the values of constants with more than ten elements.
     """
     from jax._src import lib
 

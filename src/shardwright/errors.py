@@ -31,7 +31,7 @@ class NewValue:
       table: Key path of the table, such as `("modes", "decode")`.
       key: The key, which the table may lack.
       value: Its value.
-      source: File and line of the value that it replaces, or empty.
+      source: File and line of the value that the edit replaces, or empty.
     """
 
     table: tuple[str, ...]
@@ -55,12 +55,13 @@ class Problem:
     Attributes:
       error: The exception class to raise for this problem.
       what: The failure in one line, without its location.
-      path: The tensor's path in its tree, or the key path in a file; empty if there is none.
+      path: The tensor's path in its tree, or the key path in a file. Empty if the problem has no
+        path.
       dim: Position of the dim, or None.
       axis: Semantic axis by its short name (`HEAD`), or empty.
       size: Number of elements of the dim, or None.
       mesh_axes: The mesh axes of the failed sharding.
-      shards: Product of their sizes, or None.
+      shards: Product of the sizes of `mesh_axes`, or None.
       rule: The rule that decided, as text with its source, or empty. A composite has one line per
         member.
       fix: How to fix it, or empty; one line per alternative.
@@ -108,8 +109,8 @@ def visible(text: str) -> str:
     r"""Return text with an escape for each character that is not printable.
 
     Names may come from files of other people. A terminal executes control characters, a line break
-    pretends to be another line of a report, and a mark of direction reverses what follows, in HTML
-    too.
+    pretends to be another line of a report, and a mark of text direction reverses the text after
+    it, in HTML too.
 
     >>> print(visible("ok\x1b[2J"))
     ok\x1b[2J
@@ -177,7 +178,7 @@ class MissingMeshAxisError(ShardingError):
 
 
 class IndivisibleError(ShardingError):
-    """A dimension's size is not a multiple of the number of shards."""
+    """The size of a dimension is not a multiple of the number of shards."""
 
 
 class AxisConflictError(ShardingError):
@@ -298,10 +299,10 @@ def under(name: str, error: ShardingError) -> list[Problem]:
 
 
 def in_file(problem: Problem, file: str) -> Problem:
-    """Return a problem whose fix names the table and the file for a new rule.
+    """Return a problem whose fix says in which table and file to write a new rule.
 
     Args:
-      problem: The problem. If its rule is already in that file, it stays as it is.
+      problem: The problem. If its rule is already in `file`, the problem is returned unchanged.
       file: The file in which the user of a strategy changes rules, or text that describes it. The
         rule may come from a preset.
     """
@@ -368,7 +369,7 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 
 def same_spelling(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean 'x'?` for a name that has the same letters and digits, or nothing.
+    """Return `did you mean 'x'?` for the known name with the same letters and digits, or nothing.
 
     Names of model families are close to each other, so a close name would be another family. Case,
     punctuation and doubled letters do not count.

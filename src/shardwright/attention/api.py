@@ -72,7 +72,7 @@ def dot_product_attention(
       kv_segment_ids: `[batch, kv_length]` int. Defaults to `segment_ids`.
       positions: `[batch, q_length]` or `[q_length]` int; see the table.
       kv_positions: `[batch, kv_length]` or `[kv_length]` int; see the table.
-      lengths: `[batch]` int. Keys at positions below it are visible.
+      lengths: `[batch]` int. Only keys at positions below the length of their sequence are visible.
       mask: A `masks.Mask`, or bool `[batch, heads, q_length, kv_length]`, each dim full or 1.
       bias: `[batch, heads, q_length, kv_length]`, each dim full or 1. Added to the scaled logits. A
         bias of at most -2e38 hides the pair.
@@ -80,7 +80,8 @@ def dot_product_attention(
       k_scale: `[batch, kv_length, kv_heads]` float32 (in layout "BHTD"
         `[batch, kv_heads, kv_length]`) for int8 or float8 keys. Each key is `k * k_scale`. The
         scale multiplies the logits, so the keys are not copied. A call with scales has no gradient.
-      v_scale: Likewise for the values, which then have k's dtype. The scale multiplies the weights.
+      v_scale: As `k_scale`, but for the values, which must then have k's dtype. The scale
+        multiplies the weights.
       softcap: c in `c * tanh(logits / c)`.
       scale: Factor of the scores, q · k. Defaults to `1 / sqrt(head_dim)`.
       dropout: Probability of dropping a weight; 0 is none. The same weights are dropped on every
@@ -123,7 +124,7 @@ def explain(
     metadata: Defaults | None = None,
     **options: Any,
 ) -> Choice:
-    """Return the implementation that `dot_product_attention` takes, and why others refuse.
+    """Return the implementation that `dot_product_attention` takes, and why others refuse the call.
 
     Print the result to read it.
 

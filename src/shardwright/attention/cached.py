@@ -66,11 +66,11 @@ def append_and_attend(
 ) -> CachedAttention[C]:
     """Append new tokens to every slot, and attend from them to all keys that the slot then holds.
 
-    Row i of the queries belongs to row i of the new keys. Masks work by position, so one call
-    serves prefill, a chunk of it, decode, and several drafted tokens. One call with n tokens equals
-    n calls with one token each. A ring gives the same result: if the new tokens would overwrite
-    keys that their queries see (`q_length > capacity - window + 1`), the call attends to a copy of
-    the ring, followed by the new tokens.
+    Row i of the queries belongs to row i of the new keys. Masks work by position, so the same call
+    serves prefill, chunked prefill, decode, and several drafted tokens. One call with n tokens
+    equals n calls with one token each. This also holds for a ring: if the new tokens would
+    overwrite keys that their queries see (`q_length > capacity - window + 1`), the call attends to
+    a copy of the ring, followed by the new tokens.
 
     Args:
       q: `[batch, q_length, heads, head_dim]`.
@@ -78,8 +78,8 @@ def append_and_attend(
         `h * kv_heads // heads`.
       v: `[batch, q_length, kv_heads, v_dim]`, in the cache's dtype.
       cache: A cache of any kind. Under `jit`, donate it.
-      valid: `[batch, q_length]` bool, which rows are tokens. The others are not written, and their
-        output is 0. Defaults to all.
+      valid: `[batch, q_length]` bool, which rows are tokens. Rows that are not tokens are not
+        written to the cache, and their output is 0. Defaults to all.
       mode: Runtime mode, for the sharding of q. Defaults to the cache's, else the manager's, else
         decode.
       implementation: As in `dot_product_attention`. Leave it out for a paged cache.

@@ -171,9 +171,9 @@ class Arithmetic:
       mask: Which pairs attend, by position.
       scale: Factor of the scores, q · k.
       softcap: c in `c * tanh(logits / c)`, or None.
-      dropout: Probability of dropping a weight. The others are divided by `1 - dropout`.
+      dropout: Probability of dropping a weight. The other weights are divided by `1 - dropout`.
       q_block: Rows of queries that a blockwise kernel holds at a time.
-      kv_block: Rows of keys that it holds at a time.
+      kv_block: Rows of keys that a blockwise kernel holds at a time.
       cached: The caller's layout of k and v if they are a cache on TPUs, else None. Kernels read
         the cache in this layout, so they need no copy.
       partly_filled: Whether positions or lengths may hide rows of k and v. Those rows may hold NaN.
@@ -193,8 +193,8 @@ class KVHeads(enum.StrEnum):
     """How the heads of k and v are sharded, relative to the query heads.
 
     SAME: over the same mesh axes.
-    PREFIX: over the leading mesh axes of the query heads. Over the rest, each shard picks the kv
-      heads that its queries read.
+    PREFIX: over the leading mesh axes of the query heads, and replicated over the other ones. Each
+      shard picks the kv heads that its queries read.
     INDEX: replicated. Each shard picks the kv heads that its queries read.
     FACTOR: over some leading mesh axes of the query heads, or over none. Some of the other mesh
       axes shard the keys' length, so a shard holds a part of the keys that its queries read.
@@ -270,8 +270,8 @@ class JointSpecs:
 def _spec_of(specs: JointSpecs, dims: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """Return the spec of an array. If a shape is given, a dim of size 1 is not sharded.
 
-    The keys' length may share mesh axes with the queries' length. A mask has both dims, and the
-    first of them keeps the mesh axes.
+    The keys' length may share mesh axes with the queries' length. A mask has both dims: there, the
+    shared mesh axes shard only the first one of the two.
     """
     used: set[str] = set()
     entries = []
@@ -285,7 +285,7 @@ def _spec_of(specs: JointSpecs, dims: tuple[str, ...], shape: tuple[int, ...]) -
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """A call without its arrays. `supports` reads it, and choices are cached under it.
+    """A call without its arrays: what `supports` reads, and the key under which a choice is cached.
 
     Sizes are global.
 
@@ -367,8 +367,8 @@ class Result:
       lse: `[batch, heads, q_length]` float32, -inf for a row without keys and sinks. Required if
         `call.return_lse`.
       weights: `[batch, heads, q_length, kv_length]`. Required if `call.return_weights`.
-      kept: Other local arrays that the backward pass of a kernel reads, beside operands, output and
-        logsumexp. A remat policy that saves the logsumexp saves them too.
+      kept: The local arrays that the backward pass of a kernel reads in addition to operands,
+        output and logsumexp. A remat policy that saves the logsumexp also saves these arrays.
     """
 
     o: Any

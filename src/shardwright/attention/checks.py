@@ -108,7 +108,7 @@ def read_sizes(q: Any, k: Any, v: Any, layout: str, *, cast: bool) -> CallSizes:
 
 
 def check_dims(name: str, given: Any, order: str) -> None:
-    """Raise AttentionError unless an array has four dims, and elements."""
+    """Raise AttentionError unless an array has four dims and at least one element."""
     shape = getattr(given, "shape", None)
     if shape is None or len(shape) != 4 or 0 in shape:
         what = f"{name} has shape {shape}, not 4 dims of at least 1"
@@ -145,8 +145,8 @@ def check_scale(name: str, scale: Any, dims: tuple[int, ...], *, of: str, dtype:
     Args:
       name: Name of the scale.
       scale: The scale, or None.
-      dims: The shape that it must have.
-      of: Name of the array that it scales.
+      dims: The shape that the scale must have.
+      of: Name of the array that the scale belongs to.
       dtype: Dtype of that array.
 
     Raises:

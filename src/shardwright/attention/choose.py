@@ -37,16 +37,17 @@ class Choice:
 
     Attributes:
       name: Name of the implementation, or empty if none can serve the call.
-      why: Why it is preferred to the alternatives. `refusals` says why preferred ones were not
-        chosen.
+      why: Why it is preferred to `alternatives`. `refusals` says why implementations that rank
+        above it were not chosen.
       refusals: The implementations that cannot serve the call, each with all its reasons.
       alternatives: Names of less preferred implementations that could serve the call, best first.
         An implementation that is never preferred, such as a registered one, is not listed.
       call: The call.
       instead: If a named implementation refuses, the choice that "auto" makes for the call.
       line: The line of the strategy that names the implementation, or None.
-      inner: The kernel that runs on each shard, and why it is not the platform's own. Empty if no
-        implementation is chosen, or if the chosen one has a single kernel.
+      inner: A line that names the kernel that runs on each shard and, if this is not the platform's
+        own kernel, says why. Empty if no implementation is chosen, or if the chosen one has a
+        single kernel.
       implementation: The chosen implementation, or None.
     """
 

@@ -3,8 +3,8 @@
 To write an implementation of your own:
 
 1. Write `supports(call)`. It gets an `AttentionCall`: sizes, mode, mask rules, specs, mesh and
-   platform, but no arrays. It returns the reasons why the implementation cannot serve the call, one
-   line each, and traces nothing. For every call that it accepts, values and gradients must equal
+   platform, but no arrays. It traces nothing. It returns the reasons why the implementation cannot
+   serve the call, one line each. For every call that it accepts, values and gradients must equal
    attention in float64; `shardwright.testing.AttentionConformance` checks that. Set
    `takes_scales=True` if `run` multiplies by `k_scale` and `v_scale`; otherwise calls with
    quantized keys are refused.
@@ -55,13 +55,15 @@ class Implementation:
 
     Attributes:
       name: The name that `implementation=` and strategies use.
-      supports: Function of a call. Returns the reasons why the call cannot be served, each one line
-        that names the value; empty if it can. Traces nothing.
+      supports: Function of a call. Returns the reasons why the call cannot be served, or () if it
+        can be served. Each reason is one line, and names the value that is not supported. The
+        function traces nothing.
       run: Function of global operands and their call. Returns a `Result`.
-      aliases: Other names with the same meaning.
+      aliases: Other names of the implementation.
       takes_scales: Whether `run` multiplies by the scales of quantized keys and values.
-      inner: Function of a call. Returns which kernel runs on each shard, and why it is not the
-        platform's own; empty if the implementation has a single kernel.
+      inner: Function of a call. Returns a line that names the kernel that runs on each shard and,
+        if this is not the platform's own kernel, says why. Empty if the implementation has a single
+        kernel.
     """
 
     name: str
@@ -185,6 +187,9 @@ def _names(implementation: Implementation) -> tuple[str, ...]:
 
 
 def _source(implementation: Implementation) -> tuple[str, str]:
-    """Return the name and the module of the code that runs; equal if a cell is executed twice."""
+    """Return the qualified name and the module of `run`.
+
+    They stay equal if a notebook cell is executed twice.
+    """
     run = implementation.run
     return getattr(run, "__qualname__", repr(run)), getattr(run, "__module__", "")

@@ -290,7 +290,7 @@ def _read_mask(options: Options, sizes: CallSizes) -> Mask:
 
 
 def _read_offset(options: Options, mask: Mask, mode: str, sizes: CallSizes) -> int | None:
-    """Return the first query's position if positions are row numbers; None if they are arrays."""
+    """Return the position of the first query if positions are row numbers, else None."""
     if options.positions is not None:
         same = mode == MODE_TRAIN and sizes.q_length == sizes.kv_length
         if options.kv_positions is None and mode != MODE_DECODE and not same:

@@ -299,7 +299,7 @@ def block_is_empty(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
 
     Args:
       rules: The static part of the mask.
-      q: Smallest and largest position of the block's queries: ints, or arrays to get an array.
+      q: Smallest and largest position of the block's queries. If they are arrays, so is the result.
       kv: Likewise for the block's keys.
     """
     (q_low, q_high), (kv_low, kv_high) = q, kv

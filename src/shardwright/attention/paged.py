@@ -251,7 +251,7 @@ class _ShardPages:
     Attributes:
       pages: Local numbers of the pages.
       ordinals: The number of each page within its sequence, from 0.
-      here: Whether the entry is a used page of this shard. Other entries hide their rows.
+      here: Whether the entry is a used page of this shard. The rows of other entries are hidden.
     """
 
     pages: jax.Array
@@ -353,7 +353,7 @@ def _shared_axes(specs: JointSpecs) -> tuple[str, ...]:
 
 
 def _sequences(call: AttentionCall, gathered: tuple[str, ...]) -> jax.Array:
-    """Return the numbers of this shard's sequences, gathered over some mesh axes of the batch."""
+    """Return the numbers of the sequences that a shard has after a gather over some mesh axes."""
     sizes = [call.shards((axis,)) for axis in call.specs.batch]
     numbers = jnp.arange(call.batch, dtype=jnp.int32).reshape(*sizes, -1)
     # Start at the last dim, because each step removes a dim.
@@ -389,7 +389,7 @@ def _read(operands: Operands, entries: _ShardPages) -> Operands:
 def _key_positions(entries: _ShardPages, page_size: int) -> jax.Array:
     """Return the positions of the rows of pages, `[batch, rows]`.
 
-    An entry that is not here reads page 0, whose rows are hidden by the position -1.
+    An entry that is not `here` reads page 0. The position -1 hides the rows of that page.
     """
     rows = jnp.arange(page_size, dtype=jnp.int32)[None, None]
     positions = entries.ordinals[:, :, None] * page_size + rows

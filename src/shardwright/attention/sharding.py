@@ -2,8 +2,8 @@
 
 k and v may be replicated over a mesh axis that shards q's heads, but only if a rule says so. Query
 head h reads kv head `h * kv_heads // heads`. For that to hold on every device, the kv heads must be
-sharded over the same mesh axes as the query heads or over the leading ones of them. Each device
-then picks the kv heads that its queries read.
+sharded over the same mesh axes as the query heads, or over only the first of these mesh axes. Each
+device then picks the kv heads that its queries read.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ def resolve_pages(
 def split_axes(manager: PartitionManager | None, q: ArrayShape, mode: str) -> frozenset[str]:
     """Return the mesh axes over which a surrounding `shard_map` may have split the queries.
 
-    If JAX does not track them, they are the manual mesh axes in the rules of the queries. In a
-    pipeline, pp is not one of them: stages run different microbatches, and pp splits no array.
+    If JAX does not track varying mesh axes, return the Manual mesh axes in the rules of the
+    queries. In a pipeline, the result does not have pp: stages run different microbatches, and pp
+    splits no array.
     """
     ambient = _jax.ambient_mesh()
     manual = frozenset() if ambient is None else frozenset(ambient.manual_axes)

@@ -47,7 +47,7 @@ class Change(Generic[C]):
     def reasons(self) -> dict[int, Refusal]:
         """Return the refusals by entry, outside `jit`.
 
-        If the slots are sharded over processes, this is a collective: call it in each of them.
+        If the slots are sharded over processes, this is a collective: call it in every process.
 
         Raises:
           CacheError: The call is inside a trace, where the codes are not known; or the change holds
@@ -91,7 +91,7 @@ class Change(Generic[C]):
 
 
 def readable(x: jax.Array) -> jax.Array:
-    """Return an array of which this process has all values.
+    """Return an array with all of its values in this process.
 
     If the array is sharded over processes, this is a collective: call it in every process.
     """

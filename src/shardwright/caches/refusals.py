@@ -1,8 +1,9 @@
 """Why an operation leaves a slot unchanged: the codes, and the array functions that compute them.
 
 Some operations name slots: entry i of an `[n]` argument names slot `slots[i]`. `named`, `[n,
-batch]` bool, says which entry names which slot. It is used instead of indexing, because a number
-out of range then names no slot, and because the result does not depend on how the batch is sharded.
+batch]` bool, says which entry names which slot. The functions use `named` instead of indexing,
+because a number out of range then names no slot, and because the result does not depend on how the
+batch is sharded.
 """
 
 from __future__ import annotations
@@ -65,19 +66,22 @@ def named_slots(slots: jax.Array, batch: int) -> jax.Array:
 
 
 def at_named(named: jax.Array, values: jax.Array) -> jax.Array:
-    """Return `[n]` bool: `values`, `[batch]` bool, at the slot that each entry names."""
+    """Return `[n]` bool: for each entry, the value of the slot that it names.
+
+    A slot that does not exist has the value False.
+    """
     return jnp.any(named & values[None], axis=1)
 
 
 def at_slots(named: jax.Array, values: jax.Array) -> jax.Array:
-    """Return `[batch]` bool: `values`, `[n]` bool, at the slots that the entries name."""
+    """Return `[batch]` bool: for each slot, whether an entry with a true value names it."""
     return jnp.any(named & values[:, None], axis=0)
 
 
 def set_named(
     old: jax.Array, named: jax.Array, done: jax.Array, values: jax.Array | int
 ) -> jax.Array:
-    """Return `[batch]` int32: the values of entries at the slots that they name, else the old ones.
+    """Return `[batch]` int32: `old`, with the values of accepted entries in the slots they name.
 
     Args:
       old: `[batch]` int32.

@@ -129,18 +129,18 @@ def reshard(
 
     Operations on the new cache keep that sharding.
 
-    On the same mesh this takes the collectives that send least; `plan_reshard` shows them. If the
-    cache is on another mesh or not sharded, JAX copies the arrays. Call this once between prefill
-    and decode, never inside a layer.
+    On the same mesh, `reshard` takes the collectives that send the fewest bytes. `plan_reshard`
+    shows these collectives. If the cache is on another mesh or not sharded, JAX copies the arrays.
+    Call this once between prefill and decode, never inside a layer.
 
     Args:
       cache: A cache of any kind.
       mode: Runtime mode. Defaults to the manager's.
       manager: Manager whose rules and mesh are used. Defaults to the ambient manager, which the
         operations on the new cache need.
-      donate: Free the memory of the old cache. If the meshes have devices in common, JAX may share
-        arrays that stay; these are freed with their last reference. Inside `jit`, donate the
-        argument of the compiled function instead.
+      donate: Free the memory of the old cache. If both meshes have a device, JAX may use the
+        buffers on it for both caches. These buffers are freed with their last reference. Inside
+        `jit`, donate the argument of the compiled function instead.
 
     Raises:
       CacheError: No mode, no manager, an abstract mesh, another mesh inside a trace, or an order of
@@ -183,7 +183,7 @@ def _arrays(cache: KVCache) -> dict[str, Any]:
 
 
 def _sources(cache: KVCache, manager: PartitionManager) -> dict[str, PartitionSpec | None]:
-    """Return the spec of every array on the manager's mesh; None if it is not on that mesh."""
+    """Return the spec of every array on the manager's mesh. An array on another mesh has None."""
     return {
         name: _source(getattr(cache, name), axes, cache.spec.mode, manager)
         for name, axes in cache.array_axes.items()

@@ -1,8 +1,8 @@
 """The only code that writes rows: scatters that run on the shards, so that only new rows are sent.
 
 An array is `[slots, rows, ...]`; in a paged cache, pages take the place of slots. A row that must
-not be written has a number that is out of range. The number is never negative, because JAX wraps
-negative numbers. Each shard writes the rows of its own slots in place.
+not be written has a number that is out of range. The number is never negative, because JAX counts
+negative indices from the end. Each shard writes the rows of its own slots in place.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def scatter_rows(
       slots: `[n, m]` or `[n, 1]` int32, the slot of each new row.
       rows: `[n, m]` int32, the row of each new row in its slot. No two new rows go to the same row.
         A slot or row out of range drops the new row.
-      in_place: Whether each row of `new` goes to the row of its own number, and `m` is the number
-        of rows of a slot. Then a shard needs only its own rows, so new rows that are sharded like
-        the buffers are not sent. Defaults to False.
+      in_place: Whether row i of `new` goes to row i of its slot, and `m` is the number of rows of a
+        slot. Then a shard needs only its own rows, so new rows that are sharded like the buffers
+        are not sent. Defaults to False.
     """
     specs = buffers.specs
     # Shards that hold the same rows of every buffer can share one array of row numbers.
@@ -84,7 +84,7 @@ def take_slots(buffers: PlacedArrays, parents: jax.Array, *, group: int) -> Buff
     Args:
       buffers: `[batch, ...]` each.
       parents: `[batch]` int32, each in the same aligned group of slots as its child.
-      group: Size of those groups. If every group is on one shard nothing is sent; otherwise every
+      group: Size of these groups. If every group is on one shard, nothing is sent; otherwise every
         shard receives the buffers of the whole batch.
     """
     axes = buffers.leading_axes()

@@ -78,7 +78,8 @@ class CacheSharding:
           shape: Its shape.
 
         Raises:
-          CacheError: The number of shards of the rows does not divide that of the order.
+          CacheError: The number of shards of the rows does not divide the number of shards of the
+            order.
         """
         if self.manager is None or order.block is None or KV_LENGTH not in axes:
             return
@@ -187,7 +188,7 @@ def ambient_sharding(mode: str | None) -> CacheSharding:
     """Return how a cache of a mode is sharded under the ambient manager.
 
     Args:
-      mode: None for a cache that was created without a manager, which is not sharded.
+      mode: None for a cache that was created without a manager: such a cache is not sharded.
     """
     return CacheSharding(manager=None if mode is None else context.current(), mode=mode)
 
@@ -197,10 +198,10 @@ def read_mode(
 ) -> str | None:
     """Return the mode whose sharding a cache gets; None if it is not sharded.
 
-    It is that of the call, else that of the manager, else that of a saved cache.
+    The mode is that of the call, else that of the manager, else that of a saved cache.
 
     Raises:
-      CacheError: Nothing has a mode.
+      CacheError: The call, the manager and the saved cache have no mode.
       StrategyError: The mode is unknown.
     """
     if manager is None:
@@ -225,14 +226,14 @@ def axes_by_dim(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
 
 
 def local_numbers(numbers: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:
-    """Return numbers of slots, rows or pages as this shard counts them; call it in `shard_map`.
+    """Return this shard's local numbers of slots, rows or pages. Call it in `shard_map`.
 
     Args:
       numbers: Global numbers.
       axes: Mesh axes that shard the slots, rows or pages.
-      size: How many of them a shard has. The number of an item of another shard becomes `size`,
-        which is out of range, so a scatter with `mode="drop"` skips it. A negative number would
-        wrap around.
+      size: How many slots, rows or pages a shard has. The number of an item of another shard
+        becomes `size`. This is out of range, so a scatter with `mode="drop"` skips it. A negative
+        number would count from the end.
     """
     local = numbers - jax.lax.axis_index(axes) * size if axes else numbers
     return jnp.where((local >= 0) & (local < size), local, size)

@@ -20,7 +20,8 @@ class RowOrder:
 
     Contiguous: row r of a slot holds position r, so decoding fills one shard after the other.
     Interleaved: blocks of `block` positions go to the shards in turn, position p to shard
-    `(p // block) % shards`. Then all shards hold nearly equal parts of a sequence of any length.
+    `(p // block) % shards`. With interleaved rows, all shards hold nearly equal parts of a sequence
+    of any length.
 
     Attributes:
       block: Positions that stay together. None: contiguous.

@@ -38,7 +38,7 @@ def read(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> dict[str, An
     Args:
       orbax: The module.
       folder: Folder of the arrays.
-      targets: The leaves to read. Leaves that are not arrays are left out.
+      targets: The leaves to read. Leaves that are not arrays are not read.
 
     Raises:
       KeyError, ValueError, OSError: The files are damaged.
@@ -138,8 +138,8 @@ class StoredArray:
     def read(self, boxes: Sequence[Box]) -> list[np.ndarray]:
         """Return parts of the array. Equal parts may share memory.
 
-        A chunk of a file is always read as a whole. If the boxes together fill one larger box, that
-        box is read, so that no chunk is read twice.
+        A chunk of a file is always read as a whole. If the boxes together fill one larger box, the
+        larger box is read, so that no chunk is read twice.
         """
         bounds = [_bounds(box, self.file.shape) for box in boxes]
         hull = tuple(

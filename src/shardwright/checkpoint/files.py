@@ -50,7 +50,9 @@ def check_outside_of_trace(what: str, error: type[ShardingError]) -> None:
 
 
 def directory(path: str | os.PathLike[str], error: type[ShardingError], name: str = "path") -> str:
-    """Return the absolute path of a directory as text. The address of a bucket does not change.
+    """Return the absolute path of a directory as text.
+
+    The address of a bucket is returned unchanged.
 
     Raises:
       ShardingError: The value is not a path, or there is a file at this path.
@@ -94,8 +96,8 @@ def staged(path: str) -> Iterator[str]:
 def _remove(folder: str) -> None:
     """Remove the folder of a failed write, until it stays removed for a second.
 
-    Threads of the write may still add files to it. TensorStore creates the folder again for them,
-    and nothing tells when its threads have ended.
+    Threads of the write may still add files to it. TensorStore then creates the folder again, and
+    does not tell when its threads have ended.
     """
     absent = 0
     for _ in range(40):

@@ -169,7 +169,10 @@ def _saved_leaf(path: tuple[str, ...], value: Any) -> SavedLeaf:
 
 
 def _number_type(value: Any) -> str:
-    """Return the name of the Python type of a number, which may be of a subclass."""
+    """Return the name of the Python type of a number.
+
+    The number may be an instance of a subclass.
+    """
     # bool is the first entry of `_NUMBERS`, because True is an int too.
     return next(name for name, kind in _NUMBERS.items() if isinstance(value, kind))
 
@@ -380,7 +383,7 @@ def _scalar_type(leaf: SavedLeaf) -> str:
 
 
 def _enum_misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
-    """Return why a number is not a member of the enumeration of the target, if it has one."""
+    """Return why a number is not a member of the target's enumeration, or None."""
     if not isinstance(target, enum.Enum):
         return None
     try:

@@ -88,8 +88,8 @@ def _wait_at_exit(process: int) -> None:
     """Wait for background saves before Python exits, also after an exception.
 
     `atexit` is too late: Python has stopped the thread pools that orbax writes with, so orbax loses
-    the checkpoint or waits forever. Python calls the functions of `threading` in reverse order, so
-    this one must be registered after that of the thread pools.
+    the checkpoint or waits forever. Python calls the functions that are registered in `threading`
+    in reverse order, so this function must be registered after the function of the thread pools.
     """
     import concurrent.futures.thread  # noqa: F401
 
@@ -131,8 +131,8 @@ def save(
         Defaults to all.
       wait: Whether to return when the checkpoint is complete. If false, return when the arrays are
         copied to the host, and write in the background. The program waits for the save before it
-        exits, also after an exception. A save that fails raises its error in `wait()` of the result
-        and in the next save to the folder, or prints it at exit.
+        exits, also after an exception. If a save fails, `wait()` of the result and the next save to
+        the folder raise its error. If neither is called, the error is printed at exit.
 
     Returns:
       The save, with its step and its number of bytes.
@@ -198,14 +198,14 @@ def restore(
       folder: The folder that was given to `save`.
       target: Tree with the structure of the state: arrays or `jax.ShapeDtypeStruct`s with the
         shardings to restore to, such as `pm.abstract(specs)`, and numbers. NumPy arrays are
-        restored as NumPy arrays. Scalars and keys need no sharding. Without one, JAX places them
-        like new arrays.
+        restored as NumPy arrays. Scalars and keys need no sharding. Without a sharding, JAX places
+        them like new arrays.
       step: Number of the checkpoint. Defaults to the newest.
       partial: Whether the target may leave out saved leaves. A server, for example, needs no
         moments.
       recut: Whether the file may have the layers of a stack in other repeats than the target:
         `[layers, ...]`, or `[repeats, layers / repeats, ...]` of a circular pipeline. The layers
-        have one order in all of them.
+        have the same order in both.
 
     Raises:
       CheckpointError: There is no such checkpoint, or it cannot be read. Leaves differ in path,
@@ -267,7 +267,7 @@ def _manager(orbax: Any, path: str, *, keep: int | None = None, writes: bool = F
 
 
 def _delete_old(path: str) -> None:
-    """Delete the old checkpoints that were moved, also those that a killed program left."""
+    """Delete the old checkpoints that were moved away, also those of a program that was killed."""
     if _is_local(path) and jax.process_index() == 0:
         shutil.rmtree(os.path.join(path, _DELETED), ignore_errors=True)
 

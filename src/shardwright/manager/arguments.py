@@ -64,7 +64,7 @@ def mesh_for(strategy: Any, mesh: Any) -> Mesh | AbstractMesh:
 
 
 def check_rules_on_mesh(rules: AxisRules, sizes: Mapping[str, int]) -> None:
-    """Check that rules and a mesh name the same mesh axes, apart from the standard ones.
+    """Check that rules and a mesh name the same mesh axes, apart from the standard mesh axes.
 
     Nothing is checked under `missing = "replicate"`.
 

@@ -41,9 +41,9 @@ class Placement:
       ambient: Whether a mesh is ambient, which a bare spec requires.
       sharding: Argument of the constraint over Auto mesh axes: a `NamedSharding` on the manager's
         mesh if JAX allows it, else a bare spec. JAX refuses a bare spec in an eager `grad` or
-        `vmap` of an array that was created before the mesh became ambient. It refuses a sharding on
-        the whole mesh inside `shard_map` and beside Explicit axes.
-      plain: Whether the constraint over Auto mesh axes is all that a trace needs.
+        `vmap` of an array that was created before the mesh became ambient. JAX refuses a sharding
+        on the whole mesh inside `shard_map`, and if the mesh also has Explicit axes.
+      plain: Whether a trace needs only the constraint over Auto mesh axes.
     """
 
     spec: PartitionSpec

@@ -62,7 +62,10 @@ class _Gathering:
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: mesh axes shard only the keys, or it asks for weights."""
+    """Return why a call cannot be served.
+
+    The reasons: a mesh axis shards only the keys, or weights are asked for.
+    """
     rest = [axis for axis in call.specs.kv_length if axis not in call.specs.q_length]
     if not rest:
         return shards.no_weights(call)

@@ -10,7 +10,7 @@ keys inside `shard_map`:
   delta=...)` then returns what this set of keys contributes to the gradients, in float32, to be
   summed over sets;
 - `sinks_gradient(sinks, lse, delta)` is computed once;
-- `attend(operands, recipe)` does all of that for keys that are all local, and is differentiable.
+- `attend(operands, recipe)` does all of this if all keys are local, and is differentiable.
 
 Blocks in which no pair attends are skipped. Quantized keys and values are converted one block at a
 time, and have no backward pass.
@@ -55,7 +55,7 @@ class Gradients:
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: sharded lengths, or weights."""
+    """Return why a call cannot be served: a length is sharded, or weights are asked for."""
     return (*lengths_are_whole(call), *no_weights(call))
 
 
@@ -85,8 +85,8 @@ def attend(
       dtype: Dtype of the output. Defaults to that of q.
 
     Returns:
-      `[batch, q_length, heads, v_dim]`, and twice `[batch, heads, q_length]`; see
-      `online_softmax.lse_error_of`.
+      The output, `[batch, q_length, heads, v_dim]`, the logsumexp and its rounding error, both
+      `[batch, heads, q_length]`; see `online_softmax.lse_error_of`.
     """
     operands = _jax.vary_together(operands)
     results: tuple[jax.Array, jax.Array, jax.Array | None] = _attend(

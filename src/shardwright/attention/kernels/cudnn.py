@@ -43,7 +43,8 @@ def not_in_cudnn(call: AttentionCall, before: tuple[str, ...] = ()) -> tuple[str
 
     Args:
       call: The call.
-      before: Other reasons. If there are any, cuDNN is not tried on the machine.
+      before: Reasons that are known already. If there are any reasons, cuDNN is not tried on the
+        machine.
     """
     reasons = (*before, *missing_arguments(call), *_limits(call), *inside_shard_map(call))
     if reasons:

@@ -47,13 +47,14 @@ _FEW_BYTES = 64 * 2**10
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
-    """How the partial results of the shards become the output: static.
+    """How the partial results of the shards are combined into the output. All fields are static.
 
     Attributes:
-      row_axes: The mesh axes of the keys if they shard the queries too, else (). The rows of the
-        queries are gathered over them. The output stays sharded over them.
-      head_axes: The mesh axes of the keys that shard the query heads too, in their order. The heads
-        of the queries are gathered over them. The output stays sharded over them.
+      row_axes: The mesh axes of the keys if they shard the length of the queries too, else (). The
+        rows of the queries are gathered over these mesh axes. The output stays sharded over them.
+      head_axes: The mesh axes of the keys that shard the query heads too, in the order of the query
+        heads. The query heads are gathered over these mesh axes. The output stays sharded over
+        them.
       rest: The other mesh axes of the keys. The output is replicated over them.
       head_shards: Number of shards over `head_axes`.
       shards: Number of shards of the keys.
@@ -69,7 +70,7 @@ class Combination:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes of the keys, in the order of the heads that each shard combines."""
+        """The mesh axes of the keys, ordered like the parts of a dim that the shards combine."""
         return (*self.row_axes, *self.head_axes, *self.rest)
 
     def with_all_heads(self, shard: Operands) -> Operands:
@@ -122,7 +123,7 @@ class Combination:
         return self._swapped(partial, v_dim, sinks, dtype)
 
     def _fits_one_gather(self, partial: jax.Array, v_dim: int, dtype: str) -> bool:
-        """Tell whether one gather of partial results sends few more bytes than two collectives."""
+        """Tell whether one gather sends only a few more bytes than two collectives."""
         if self.head_axes:
             return False
         output = partial.size // partial.shape[-1] * v_dim * jnp.dtype(dtype).itemsize
@@ -149,7 +150,10 @@ class Combination:
         return self._gathered(o, lse, dtype)
 
     def _pieces(self, partial: jax.Array, *, dim: int) -> jax.Array:
-        """Return the partial results of all shards for this shard's part of a dim, along dim 0."""
+        """Return the partial results of all shards for this shard's part of a dim.
+
+        Dim 0 of the result has the shards.
+        """
         before, size, after = partial.shape[:dim], partial.shape[dim], partial.shape[dim + 1 :]
         by_rank = jnp.moveaxis(
             partial.reshape(*before, self.shards, size // self.shards, *after), dim, 0
@@ -198,12 +202,12 @@ def combination(specs: JointSpecs, call: AttentionCall) -> Combination:
 
 
 def return_sequences(state: Running, axes: tuple[str, ...], count: int) -> Running:
-    """Return the state of a shard's own sequences, after the keys of all shards over mesh axes.
+    """Return the state of a shard's own sequences after the keys of all shards over `axes`.
 
     Args:
       state: The state of the sequences of all these shards, after the keys of this shard.
       axes: The mesh axes.
-      count: Number of shards over them.
+      count: Number of shards over these mesh axes.
     """
     partial = jnp.concatenate([state.o, state.m[..., None], state.l[..., None]], axis=-1)
     by_rank = partial.reshape(count, -1, *partial.shape[1:])
@@ -271,7 +275,7 @@ def _run(shard: Operands, *, call: AttentionCall) -> Result:
 
 
 def _with_all_rows(shard: Operands, axes: tuple[str, ...], call: AttentionCall) -> Operands:
-    """Return the operands with the rows of every shard of the queries over some mesh axes."""
+    """Return the operands with the rows of the queries gathered over some mesh axes."""
     if not axes:
         return shard
     names = ["q", *(["q_segment_ids"] if call.segments else [])]
@@ -294,7 +298,7 @@ def _with_all_rows(shard: Operands, axes: tuple[str, ...], call: AttentionCall) 
 
 
 def _combined(pieces: jax.Array, v_dim: int) -> Running:
-    """Return the state of all keys from the columns of all shards.
+    """Return the state of all keys, combined from the partial results of all shards.
 
     Args:
       pieces: `[shards, batch, heads, q_length, v_dim + 1 or 2]`: outputs, logsumexps and, with a
@@ -309,7 +313,7 @@ def _combined(pieces: jax.Array, v_dim: int) -> Running:
 
 
 def _weights(pieces: jax.Array, top: jax.Array, v_dim: int) -> jax.Array:
-    """Return the weight of each piece, relative to a logsumexp."""
+    """Return the factor of each shard's partial output, relative to the logsumexp `top`."""
     above = pieces[..., v_dim] - top
     return jnp.exp(above + pieces[..., v_dim + 1] if pieces.shape[-1] > v_dim + 1 else above)
 

@@ -96,7 +96,10 @@ def steps_of(call: AttentionCall) -> tuple[int, ...]:
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: different mesh axes for queries and keys, or weights."""
+    """Return why a call cannot be served.
+
+    The reasons: queries and keys have different mesh axes, or weights are asked for.
+    """
     return (*shards.no_weights(call), *sequence.different_axes(call))
 
 
@@ -138,7 +141,7 @@ def _run(shard: Operands, *, call: AttentionCall, inner: inner_kernel.Inner) -> 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Grads:
-    """Float32 gradients so far. Those of keys and values, `kv`, travel with the keys."""
+    """Float32 gradients so far. The gradients of keys and values, `kv`, travel with the keys."""
 
     q: jax.Array
     bias: jax.Array | None

@@ -2,8 +2,8 @@
 
 Memory is linear in length, blocks in which no pair attends are skipped, and scores are scaled in
 float32. Lengths may not be sharded. On a CPU the kernels are interpreted: correct but slow, for
-tests. The kernels take multiples of 128 rows, and operands ordered by head. Other lengths are
-padded, which copies them.
+tests. The kernels take multiples of 128 rows, and operands ordered by head. Operands of other
+lengths are padded, which copies them.
 """
 
 from __future__ import annotations

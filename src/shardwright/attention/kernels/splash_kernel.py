@@ -45,8 +45,8 @@ class Plan:
       rules: The mask by position.
       scale: Factor of the scores, q · k.
       softcap: c in `c * tanh(logits / c)`, or None.
-      q_block: Rows of queries in a block. It divides the number of queries.
-      kv_block: Rows of keys in a block. It divides the number of keys.
+      q_block: Rows of queries in a block. This number divides the number of queries.
+      kv_block: Rows of keys in a block. This number divides the number of keys.
       interpret: Whether to run on a CPU, slowly.
     """
 
@@ -76,7 +76,7 @@ class Rows:
 
     @property
     def arrays(self) -> list[tuple[str, jax.Array]]:
-        """The arrays that are present, each with "q" or "kv"."""
+        """The arrays that are not None, as pairs of a side, "q" or "kv", and the array."""
         named = (
             ("q", self.q_positions),
             ("kv", self.kv_positions),
@@ -298,8 +298,8 @@ class _Call:
 class _Specs:
     """Which block of an array a step of the grid reads or writes.
 
-    The grid is (batch, heads, blocks of queries, visits) with the queries outside, else
-    (batch, kv heads, blocks of keys, heads of a group, visits).
+    If the outer loop is over the queries, the grid is (batch, heads, blocks of queries, visits). If
+    it is over the keys, the grid is (batch, kv heads, blocks of keys, heads of a group, visits).
     """
 
     plan: Plan

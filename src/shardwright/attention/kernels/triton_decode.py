@@ -1,9 +1,10 @@
 """Decode on GPUs: a few queries per sequence, by a Pallas kernel that Triton compiles.
 
-XLA for GPUs cannot multiply by the keys of one head in the order in which a cache stores them, so
-it writes transposed copies of the whole cache first. This kernel reads each row once. Blocks that
-no query of the sequence sees are not read. The visible blocks of a sequence are divided among
-several programs, whose partial softmaxes are then combined (Flash-Decoding, Dao et al. 2023).
+A cache stores the rows of all heads side by side. XLA for GPUs cannot multiply by the keys of one
+head in this layout, so it first writes transposed copies of the whole cache. This kernel reads each
+row once, and writes no copies. Blocks that no query of the sequence sees are not read. The visible
+blocks of a sequence are divided among several programs, whose partial softmaxes are then combined
+(Flash-Decoding, Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def forward(
 
 
 def _head_of_pages(paged: jax.Array) -> Any:
-    """Return what a program may read: one kv head of all pages."""
+    """Return the block spec of a program, which may read one kv head of all pages."""
     from jax.experimental import pallas as pl
 
     return pl.BlockSpec(
@@ -304,7 +305,7 @@ def _kernel(
 
 
 def _load(rows: Any, here: jax.Array, dim: int) -> jax.Array:
-    """Return rows of vectors. Rows that are not here, and columns from `dim` on, are 0."""
+    """Return rows of vectors. Rows where `here` is False, and columns from `dim` on, are 0."""
     from jax.experimental.pallas import triton
 
     columns = jnp.arange(rows.shape[-1]) < dim

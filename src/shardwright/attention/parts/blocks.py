@@ -175,9 +175,9 @@ def _slice_side(operands: Operands, dims: dict[str, int], start: Any, size: int)
 
 
 def _in_stored_order(block: Operands, layout: DimOrder) -> Operands:
-    """Return a block of a cache in the order in which TPUs store it by default.
+    """Return a block of a cache in the layout in which TPUs store the cache by default.
 
-    Without this, XLA copies the whole cache in every call, into the order that it prefers for the
+    Without this, XLA copies the whole cache in every call, into the layout that XLA prefers for the
     matmul of one block.
     """
     ordered = {}

@@ -23,11 +23,12 @@ def differentiable(values: ValuesFunction, backward: Backward) -> ValuesFunction
     """Return `values` with a backward pass of its own.
 
     JAX differentiates the forward and the backward pass if derivatives nest, so `jax.hessian` and
-    `jax.jvp` of `jax.grad` work. JAX refuses forward mode alone.
+    `jax.jvp` of `jax.grad` work. JAX refuses `jax.jvp` of `values` itself.
 
     Args:
-      values: Function of `(static, floats, others)`: a hashable value, arrays by name that have
-        gradients, and the rest, a pytree. It returns a tree of floating-point arrays.
+      values: Function of `(static, floats, others)`. `static` is hashable, `floats` has the arrays
+        with gradients by name, and `others` is a pytree of the other arguments. The function
+        returns a tree of floating-point arrays.
       backward: Function of `(static, (floats, others, results), cotangents)`. It returns the
         cotangents of the floats.
     """

@@ -84,7 +84,8 @@ def explained(inner: Inner, call: AttentionCall) -> str:
 def recipe_of(inner: Inner, shard: Operands, call: AttentionCall) -> Arithmetic:
     """Return the recipe with block sizes for a shard.
 
-    `blockwise` gets smaller blocks, to hold few logits. Logits of splash never leave the chip.
+    `blockwise` gets smaller blocks, because it writes the logits of a block to memory. Splash does
+    not write logits to memory.
     """
     if inner.name == "blockwise":
         return sequence.blocks(call.recipe, shard, call)
@@ -92,7 +93,7 @@ def recipe_of(inner: Inner, shard: Operands, call: AttentionCall) -> Arithmetic:
 
 
 def attend_whole(inner: Inner, call: AttentionCall) -> Callable[..., Any]:
-    """Return a function from whole local sequences and a recipe to what `blockwise.attend` returns.
+    """Return a function like `blockwise.attend`, of whole local sequences and a recipe.
 
     cuDNN returns None for the logsumexp.
     """

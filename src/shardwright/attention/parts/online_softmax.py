@@ -107,7 +107,7 @@ def merge(a: Running, b: Running) -> Running:
 def add_sinks(state: Running, sinks: jax.Array) -> Running:
     """Return the state with the sink of each head, a logit that takes weight and adds no value.
 
-    Call it once per row.
+    Call this function once per row.
     """
     sink = sinks.astype(jnp.float32)[None, :, None]
     top = jnp.maximum(state.m, sink)
@@ -223,7 +223,9 @@ def logits_of(
 
 
 def scores_of(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Return q · k by head, of queries and keys (the scores) or of cotangents and values.
+    """Return q · k by head.
+
+    q and k are queries and keys (the result is the scores), or cotangents and values.
 
     Args:
       q: `[batch, q_length, heads, head_dim]`.

@@ -29,8 +29,8 @@ def split_floats(operands: Operands) -> tuple[dict[str, Any], Operands]:
 def with_whole_rows(shard: Operands, call: AttentionCall) -> Operands:
     """Return local operands with positions and segment ids of all keys, and all mask columns.
 
-    Positions that count from an offset are computed. Arrays are gathered once: `4 * kv_length`
-    bytes per array and sequence.
+    Positions that count from an offset are computed. Positions and segment ids that are arrays are
+    gathered once: `4 * kv_length` bytes per array and sequence.
     """
     axes = call.specs.kv_length
     rows: dict[str, jax.Array] = {"kv_segment_ids": shard.kv_segment_ids} if call.segments else {}
@@ -54,7 +54,11 @@ def gather(array: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
 
 
 def keys_at(operands: Operands, start: Any, *, k: jax.Array, v: jax.Array) -> Operands:
-    """Return operands with whole rows, narrowed to keys k and v that start at row `start`."""
+    """Return operands that have k and v as their keys.
+
+    k and v start at row `start` of the whole sequence. Positions, segment ids, mask and bias are
+    sliced to the same rows.
+    """
     length = k.shape[1]
     dims = {"kv_positions": 1, "kv_segment_ids": 1, "mask": 3, "bias": 3}
     changed = {}
@@ -149,7 +153,7 @@ def sent_again(operands: Operands, do: jax.Array) -> tuple[Operands, jax.Array]:
 
 
 def different_axes(call: AttentionCall) -> tuple[str, ...]:
-    """Return the reason of a kernel that needs queries and keys over the same mesh axes."""
+    """Return why a kernel that needs queries and keys over the same mesh axes refuses a call."""
     if call.specs.q_length == call.specs.kv_length:
         return ()
     q, kv = (

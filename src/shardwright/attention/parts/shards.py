@@ -86,7 +86,7 @@ class _ShardedKernel:
         return tuple(axis for axis in self.axes if axis not in own)
 
     def map(self, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """Return a function of global arrays, from one of local arrays."""
+        """Return a function of global arrays that runs `local` on every shard."""
         call, mapped = self.call, local
         if call.mesh is not None and (self.axes or self.opaque):
             # Turn check_vma off for Pallas: JAX cannot track which devices hold equal values.
@@ -113,7 +113,7 @@ class _ShardedKernel:
         return arrays if self.runs_again else _jax.vary_together(arrays, over=self.axes)
 
     def read(self, floats: dict[str, Any], others: Any) -> Operands:
-        """Return what the kernel reads, from local arrays."""
+        """Join the local arrays to the operands that the kernel reads."""
         rest, *heads = others
         return pick_kv_heads(rest.replace(**floats), self.call, *heads)
 
@@ -124,8 +124,8 @@ def run_on_shards(
     """Return `kernel(shards)` as global arrays; `kernel(operands)` without a mesh.
 
     The kernel's k and v, and their scales, hold the kv heads that its query heads read, so local
-    query head h reads local kv head `h * kv_heads // heads`. (With the grouping FACTOR that holds
-    once the query heads are gathered over the keys' mesh axes.) The kernel itself calls the
+    query head h reads local kv head `h * kv_heads // heads`. (With the grouping FACTOR, this holds
+    only after the query heads are gathered over the keys' mesh axes.) The kernel itself calls the
     collectives over `call.specs.kv_length` and other mesh axes. Its output is sharded as
     `specs.output` and `specs.lse` say. Gradients of an operand that is replicated over a mesh axis
     are summed over that axis, in float32.
@@ -175,8 +175,9 @@ def run_opaque(kernel: Kernel, operands: Operands, call: AttentionCall) -> Resul
 def inside_shard_map(call: AttentionCall) -> tuple[str, ...]:
     """Return the reason to refuse an opaque kernel inside a `shard_map` over all mesh axes.
 
-    If that `shard_map` tracks varying mesh axes, it cannot do so through the kernel. If a mesh axis
-    is left, `run_opaque` calls another `shard_map` over it, which tracks no axes.
+    If that `shard_map` tracks varying mesh axes, it cannot track them through the kernel. If the
+    `shard_map` leaves out a mesh axis, nothing is refused: `run_opaque` calls another `shard_map`
+    over this axis, which tracks no axes.
     """
     ambient = _jax.ambient_mesh()
     if ambient is None or not ambient.manual_axes or not _jax.tracks_varying():
@@ -280,7 +281,7 @@ _run.defvjp(_forward, _backward)
 
 
 def _pull_back(job: _ShardedKernel, floats: dict[str, Any], others: Any) -> tuple[Result, Any, Any]:
-    """Return the kernel's result, its pull-back, and what it keeps; from local arrays."""
+    """Return the result, the pull-back and the kept arrays of the kernel, from local arrays."""
     # Gradients of operands that several shards share stay in float32 until they are summed.
     wide = {
         name: x.astype(jnp.float32) if job.shared_over(name) else x for name, x in floats.items()
@@ -323,7 +324,7 @@ IN_A_PLAN: Final = "a plan cannot see into it, and counts another implementation
 
 
 def lengths_are_whole(call: AttentionCall) -> tuple[str, ...]:
-    """Return the reasons of a kernel that needs whole sequences on each device."""
+    """Return why a kernel that needs whole sequences on each device refuses a call."""
     reasons: tuple[str, ...] = ()
     for name, axes in (("queries", call.specs.q_length), ("keys", call.specs.kv_length)):
         if axes:
@@ -332,7 +333,7 @@ def lengths_are_whole(call: AttentionCall) -> tuple[str, ...]:
 
 
 def no_weights(call: AttentionCall) -> tuple[str, ...]:
-    """Return the reason of a kernel that never has all weights at once."""
+    """Return why a kernel that never has all weights at once refuses a call."""
     if not call.return_weights:
         return ()
     return ("it never has all weights at once, and the call asks for them",)
@@ -346,7 +347,7 @@ def first_of_all(head_index: jax.Array, shards: int) -> jax.Array:
 
     Args:
       head_index: Global numbers of the local query heads.
-      shards: Number of shards over the last mesh axes of the heads; they form the group.
+      shards: Number of shards in the group: those over the last mesh axes of the heads.
     """
     count = head_index.shape[0] * shards
     return head_index[0] // count * count

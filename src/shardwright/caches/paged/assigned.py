@@ -27,9 +27,9 @@ from shardwright.vocabulary.axes import EMPTY
 class AssignedPages(KVCache):
     """Keys and values of one layer, in pages that the caller has assigned to slots.
 
-    All layers of a model have the same tables and lengths, so a program receives them once. They
-    are replicated, so no layer gathers them. An append writes rows, and changes no table: a slot
-    whose next tokens have no page is refused.
+    All layers of a model have the same tables and lengths, so a program receives them once. Tables
+    and lengths are replicated, so no layer gathers them. An append writes rows, and changes no
+    table: a slot whose next tokens have no page is refused.
 
     Attributes:
       spec: The static part.

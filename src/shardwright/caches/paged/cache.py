@@ -34,12 +34,13 @@ class PagedCache(KVCache):
     Position p of slot b is in row `p % page_size` of page `tables[b, p // page_size]`. A page may
     belong to several slots: `share` and `reorder` copy no rows. A slot that writes to a page that
     other slots use too gets a copy of the page first. `append` and `insert` give pages to one slot
-    after the other; a slot for which too few are free is refused, and the next slot may get the
-    free ones. `free` and `rewind` give back pages that no other slot uses.
+    after the other. If too few pages are free for a slot, the slot is refused, and the next slot
+    may get these pages. `free` and `rewind` give back pages that no other slot uses.
 
     Under a manager, pages are sharded as the rules resolve (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM). The
     tables are replicated while an operation runs, so an append sends only new rows and small
-    integers. It sends a page only to copy a shared one, and only if pages are sharded by page.
+    integers. An append sends a page only if it must copy a shared page, and only if pages are
+    sharded by page.
 
     Attributes:
       spec: The static part.

@@ -114,7 +114,7 @@ def claim_pages(
 
 
 def enter(tables: jax.Array, claim: PageClaim, slots: jax.Array, *, pages: int) -> jax.Array:
-    """Return tables with the pages of a claim entered; its i-th row belongs to `slots[i]`."""
+    """Return tables with the pages of a claim entered. Row i of the claim belongs to `slots[i]`."""
     # An entry that is not a page gets a column out of range, so that the scatter drops it.
     columns = jnp.where(claim.pages < pages, claim.columns, tables.shape[1])
     return tables.at[slots[:, None], columns].set(claim.pages, mode="drop")

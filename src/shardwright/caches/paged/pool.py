@@ -1,7 +1,7 @@
 """Copy pages before a write to a shared page, and read the pages of sequences as rows.
 
-In place of a page number, the number of pages means "no page". A negative number would not do,
-because JAX wraps it.
+In place of a page number, the number of pages means "no page". It cannot be a negative number,
+because JAX counts negative indices from the end.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ PAGE_AXES = (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM)
 
 
 def copy_pages(buffers: PlacedArrays, sources: jax.Array, targets: jax.Array) -> Buffers:
-    """Return buffers with pages copied, in place. Nothing is sent unless they are sharded by page.
+    """Return buffers with pages copied, in place.
+
+    Nothing is sent unless the buffers are sharded by page.
 
     Args:
       buffers: `[pages, page_size, ...]` each.
       sources: `[n]` int32, pages, or "no page".
-      targets: `[n]` int32, the page that each is copied to.
+      targets: `[n]` int32, the page that each page of `sources` is copied to.
     """
     pages = next(iter(buffers.arrays.values())).shape[0]
     targets = jnp.where(sources < pages, targets, pages)

@@ -44,7 +44,10 @@ class Ownership:
         )
 
     def take(self, claim: PageClaim, slots: jax.Array) -> Ownership:
-        """Return the ownership after slots took a claim, whose i-th row belongs to `slots[i]`."""
+        """Return the ownership after slots took a claim.
+
+        Row i of the claim belongs to `slots[i]`.
+        """
         # A slot that gets a copy of a shared page gives up its reference to that page.
         references = refer(refer(self.references, claim.pages, 1), claim.shared, -1)
         return dataclasses.replace(
@@ -200,7 +203,7 @@ def share(
 
     Args:
       owned: The ownership before.
-      sources: `[n]` int32, the other slots.
+      sources: `[n]` int32, the slots whose tokens are shared.
       into: `[n]` int32, the free slots.
       lengths: `[n]` int32, tokens to share. None for all.
       page_size: Rows of a page.
