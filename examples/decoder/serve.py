@@ -178,7 +178,7 @@ def check_fits(server: Server, prompts: Sequence[bytes], new_bytes: int) -> None
             raise ValueError(
                 f"prompt {number}: {len(prompt)} bytes and {new_bytes} new ones exceed the slot's "
                 f"capacity {server.capacity}: "
-                "shorten one of them, or make the server with more capacity"
+                "shorten the prompt, lower new_bytes, or make the server with more capacity"
             )
 
 

@@ -181,7 +181,8 @@ _shown_by(
     }
 )
 
-if not TYPE_CHECKING:  # so that a type checker still reports a misspelled name, such as sw.BACTH
+# hidden, so that type checkers still report a misspelled name, such as sw.BACTH
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in _ON_DEMAND:

@@ -127,7 +127,8 @@ def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
             raise
     if in_trace():
         return None
-    # JAX allows this inside a trace too, where the mesh of the enclosing jit must stay.
+    # Enter the mesh only outside of a trace. JAX would also enter it inside a trace, where the mesh
+    # of the enclosing jit must stay.
     entered = jax.sharding.use_abstract_mesh(mesh)
     entered.__enter__()
     return entered
@@ -185,7 +186,8 @@ def untracked(values: Any) -> Any:
     def drop(leaf: Any) -> Any:
         if not jax.typeof(leaf).manual_axis_type.varying:
             return leaf
-        # Any operation drops them. XLA removes this pair of reshapes.
+        # Under check_vma=False, the result of any operation has no varying axes. XLA removes this
+        # pair of reshapes.
         return jax.lax.squeeze(jax.lax.expand_dims(leaf, (0,)), (0,))
 
     return jax.tree.map(drop, values)
@@ -198,8 +200,8 @@ def _varying_of(values: Any) -> frozenset[str]:
 
 def _vary(leaf: Any, axes: frozenset[str]) -> Any:
     missing = axes - jax.typeof(leaf).manual_axis_type.varying
-    # Sorted, because the order of a set of strings differs between processes, and their programs
-    # must be equal.
+    # Sort the axes: the order of a set of strings differs between processes, which must build equal
+    # programs.
     return jax.lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
 
 
@@ -263,7 +265,7 @@ def watch_compilations() -> Iterator[Compilations]:
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             message = record.getMessage()
-            # The persistent cache of compiled programs logs another event.
+            # A miss of the persistent compilation cache is another event, and does not count.
             if "CACHE MISS" in message and not message.startswith("PERSISTENT"):
                 watched.reasons.append(message)
 
@@ -292,7 +294,7 @@ _NOT_THE_MODEL: tuple[str, ...] = tuple(
     f"{folder}{os.sep}"
     for folder in (Path(jax.__file__ or "").resolve().parent, Path(__file__).resolve().parent)
 )
-# This folder of the package is a model, so its lines count as lines of the model.
+# The folder `interop/hf/model` of shardwright is itself a model, so its lines count.
 _REFERENCE_MODEL: str = os.path.join(*_NOT_THE_MODEL[-1:], "interop", "hf", "model", "")
 # Files of installed packages and of Python itself.
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen ")
@@ -391,12 +393,12 @@ def is_sharding_type_error(error: BaseException) -> bool:
 
 def mixes_memories(error: BaseException) -> bool:
     """Tell whether JAX refused an operation on operands in the memories of host and device."""
-    # JAX raises a plain ValueError.
+    # JAX raises a plain ValueError, so compare its text.
     return isinstance(error, ValueError) and str(error).startswith("memory_space of all inputs")
 
 
-# Texts about shardings in errors of other classes. Unequal types of carries and branches are about
-# shardings if JAX names no other difference.
+# What messages of other error classes about shardings contain. A message about unequal types of
+# carries or branches counts only if JAX names no other difference.
 _ABOUT_SHARDINGS = re.compile(
     r"shardings?\b|shard_map|\bunreduced\b|\bmesh\b|\bspecs?\b|\[[^]]*@(?!.*so the )", re.DOTALL
 )
@@ -422,8 +424,8 @@ def refusals() -> tuple[type[Exception], ...]:
     from jax._src import core
 
     types: Any = getattr(core, "ShardingTypeError", ValueError)
-    # An unequal type of a carry is a TypeError, an unknown rule a NotImplementedError, and a
-    # constraint that differs from the type an AssertionError.
+    # JAX also raises TypeError for an unequal type of a carry, NotImplementedError for an unknown
+    # sharding rule, and AssertionError for a constraint that differs from the type.
     return (types, ValueError, TypeError, NotImplementedError, AssertionError)
 
 
@@ -489,7 +491,7 @@ def without_refs(closed: Any) -> Any:
     from jax._src import core
     from jax._src.state.discharge import discharge_state
 
-    # A jaxpr has the effects of those inside it.
+    # A jaxpr has the effects of the jaxprs inside it.
     if not any(isinstance(effect, core.InternalMutableArrayEffect) for effect in closed.effects):
         return closed
     return discharge_state(closed)
@@ -600,7 +602,8 @@ def scope(equation: Any) -> str:
 def read_profile(file: Path, read: Callable[[Any], T]) -> T:
     """Return the result of `read`, called with the `jax.profiler.ProfileData` of a file."""
     with warnings.catch_warnings():
-        # The first use of `event.stats` warns in JAX 0.12, and aborts Python if that is an error.
+        # The first use of `event.stats` warns in JAX 0.12. If warnings are errors, this warning
+        # aborts Python.
         warnings.simplefilter("ignore", DeprecationWarning)
         return read(jax.profiler.ProfileData.from_file(str(file)))
 
@@ -612,7 +615,7 @@ def hlo_text(module: bytes) -> str:
     """
     from jax._src import lib
 
-    hlo: Any = getattr(lib, "hlo")  # noqa: B009  its types are not exported
+    hlo: Any = getattr(lib, "hlo")  # noqa: B009  JAX exports no types for it
     return str(hlo.HloModule.from_serialized_hlo_module_proto(module).to_string())
 
 
@@ -623,7 +626,7 @@ def whole_hlo_text(compiled: Any) -> str:
     """
     from jax._src import lib
 
-    hlo: Any = getattr(lib, "hlo")  # noqa: B009  its types are not exported
+    hlo: Any = getattr(lib, "hlo")  # noqa: B009  JAX exports no types for it
     options = hlo.HloPrintOptions()
     options.print_large_constants = True
     (module,) = compiled.runtime_executable().hlo_modules()

@@ -117,8 +117,8 @@ def append_and_attend(
     }
     change = cache.append(k, v, valid=valid)
     assert change.positions is not None
-    # Shard the positions by batch only. Otherwise the partitioner would shard them like the keys'
-    # length, and gather them again.
+    # Shard the positions by batch only. Otherwise XLA would shard them over the length of the keys,
+    # and gather them again.
     positions = ambient_sharding(cache.spec.mode).place(change.positions, (BATCH, EMPTY))
     view = change.cache.view()
     if view.tables is not None:
@@ -273,7 +273,8 @@ def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> V
     new = {**cache.encode(k, v), "positions": positions}
     placed = sharding.with_specs(old, {**cache.buffer_axes, "positions": (BATCH, KV_LENGTH)})
     shards = sharding.shards(axes_by_dim(placed.specs["positions"], 2)[1])
-    # Each shard gets the same number of new rows. Padding is at position -1, which no query sees.
+    # Each shard must get the same number of new rows, so pad them. Padding has position -1, which
+    # no query sees.
     padding = -positions.shape[1] % shards
     if padding:
         new = {

@@ -130,8 +130,8 @@ class Operands:
         return dataclasses.replace(self, **changes)
 
 
-# The dims of each operand, by the fields of `JointSpecs` that shard them. A dim that no mesh axis
-# may shard, such as head_dim, is left out at the end. A new operand is declared here once.
+# The dims of each operand, by the fields of `JointSpecs` that shard them. Trailing dims that no
+# mesh axis may shard, such as head_dim, are omitted. To add an operand, declare it only here.
 OPERAND_DIMS: Final[dict[str, tuple[str, ...]]] = {
     "q": ("batch", "q_length", "heads"),
     "k": ("batch", "kv_length", "kv_heads"),

@@ -124,9 +124,6 @@ def read_dtype(value: Any) -> str:
     return dtype
 
 
-# Scales of quantized keys.
-
-
 def check_scales(k: Any, v: Any, options: Options, sizes: CallSizes) -> None:
     """Raise AttentionError unless quantized keys and values, and only those, have scales."""
     if k.dtype != v.dtype and (str(k.dtype) in QUANTIZED or str(v.dtype) in QUANTIZED):
@@ -161,9 +158,6 @@ def check_scale(name: str, scale: Any, dims: tuple[int, ...], *, of: str, dtype:
             what = f"{of} is {dtype}, and only quantized arrays have a scale"
             raise AttentionError(what, path=name, fix=fix)
         read_value(name, scale, array(dims, dtype="float32"), error=AttentionError)
-
-
-# Arrays beside q, k and v.
 
 
 def check_arrays(options: Options, mask: Mask, sizes: CallSizes) -> None:

@@ -148,7 +148,7 @@ def _read_call(
             raise AttentionError(
                 f"a length is sharded over {over}, not over {options.sequence_axis}",
                 path="sequence_axis_name",
-                fix=f"name {over}, or change the rules of query_length and kv_length",
+                fix=f"pass {over}, or change the rules of query_length and kv_length",
             )
     call = AttentionCall(
         batch=sizes.batch,
@@ -208,7 +208,8 @@ def _operands(
     }
     if call.recipe.dropout:
         others["seed"] = _seed(options.dropout_key)
-        # Number batch and heads globally: shards of a mesh then drop the same weights as a device.
+        # Number batch and heads globally, so that the devices of a mesh drop the same weights as
+        # one device.
         integers["batch_index"] = jnp.arange(call.batch)
         integers["head_index"] = jnp.arange(call.heads)
     return Operands(
@@ -365,8 +366,8 @@ def _read_recipe(
         )
     softcap = read.get("softcap")
     blocks = _CPU_BLOCKS if platform == "cpu" else _BLOCKS
-    # Positions and lengths may come from a cache, whose unused rows hold what an earlier sequence
-    # left.
+    # Given positions or lengths may belong to a cache, whose unused rows hold data of an earlier
+    # sequence.
     explicit = options.positions is not None or options.kv_positions is not None
     return Arithmetic(
         mask=mask.rules,

@@ -82,7 +82,7 @@ class MaskRules:
             if longer % chunk:
                 raise AttentionError(
                     f"chunks of {chunk} and of {longer} positions do not nest",
-                    fix="use equal lengths, or one that is a multiple of the other",
+                    fix="make the chunks equally long, or one a multiple of the other",
                 )
         return MaskRules(causal=self.causal or other.causal, window=window, chunk=chunk)
 
@@ -146,7 +146,7 @@ class Mask:
         raise AttentionError(
             what,
             path="mask",
-            fix="give both, or build the mask with segments(q_segment_ids, kv_segment_ids)",
+            fix="give the mask both, or build it with segments(q_segment_ids, kv_segment_ids)",
         )
 
     def __and__(self, other: Mask) -> Mask:
@@ -155,7 +155,7 @@ class Mask:
         if self.q_segment_ids is not None and other.q_segment_ids is not None:
             raise AttentionError(
                 "both masks have segments",
-                fix="combine the ids of both, and call segments() once",
+                fix="combine the segment ids of both masks, and call segments() once",
             )
         segmented = self if self.q_segment_ids is not None else other
         return Mask(

@@ -110,7 +110,11 @@ def paged_attention(
     check_dims("v_pages", v_pages, "pass [pages, page_size, kv_heads, v_dim]")
     if k_pages.shape[:3] != v_pages.shape[:3]:
         what = f"v_pages has shape {v_pages.shape}, and k_pages {k_pages.shape}"
-        raise AttentionError(what, path="v_pages", fix="give both the same pages, rows and heads")
+        raise AttentionError(
+            what,
+            path="v_pages",
+            fix="give k_pages and v_pages equal numbers of pages, rows and heads",
+        )
     _check_tables(block_tables, lengths, q_lengths, q, k_pages)
     keywords = {name: value for name, value in locals().items() if name in _ARITHMETIC}
     scales = {"k_scale": k_scale_pages, "v_scale": v_scale_pages}
@@ -123,7 +127,7 @@ def paged_attention(
         raise AttentionError(
             "positions and q_lengths both give the positions of the queries",
             path="positions",
-            fix="pass one of them",
+            fix="pass either positions or q_lengths",
         )
     else:
         check_integers("positions", positions, q.shape[:2])
@@ -211,8 +215,8 @@ def _run(operands: Operands, tables: jax.Array, call: AttentionCall) -> Result:
     by_operand = specs.operands(operands.replace(**dict.fromkeys(paged))).replace(**paged)
     table_spec = specs.spec("batch")
     if _shared_axes(specs):
-        # Replicate the tables and the lengths: each shard reads those of other sequences too, and
-        # small integers are then not gathered in every layer.
+        # Each shard also reads the tables and lengths of other sequences. These are small integers,
+        # so replicate them once, instead of gathering them in every layer.
         table_spec = PartitionSpec()
         positions = spec_of((), specs.q_length)
         by_operand = by_operand.replace(q_positions=positions, lengths=table_spec)
@@ -424,7 +428,7 @@ def _check_tables(block_tables: Any, lengths: Any, q_lengths: Any, q: Any, k_pag
         raise AttentionError(
             f"sequence {b} has {q_lengths[b]} queries and {lengths[b]} keys",
             path="q_lengths",
-            fix="count the keys of the queries in lengths, and write them before attending",
+            fix="write the keys of the queries before attending, and count them in lengths",
         )
     if isinstance(block_tables, np.ndarray):
         used = np.arange(columns)[None] * page_size < lengths[:, None]

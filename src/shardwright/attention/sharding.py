@@ -134,8 +134,8 @@ def _joint(
         _check_pages(keys.decisions[0], first, q_length)
     elif batch != first:
         raise _mismatch("batch", batch, first, keys.decisions[0], dim=0)
-    # The mesh axes of kv heads must be the leading ones of heads, as `h * kv_heads // heads` needs.
-    # Over a trailing axis, neighbouring shards would have other kv heads.
+    # The mesh axes of kv heads must be the first of those of heads. Only then does each shard have
+    # the kv heads `h * kv_heads // heads` of its query heads `h`.
     if kv_heads != heads[: len(kv_heads)]:
         raise _mismatch("heads", heads, kv_heads, keys.decisions[2], dim=2)
     grouping, why = _grouping(heads, kv_heads, kv_length, keys.decisions[2].why)
@@ -258,5 +258,5 @@ def _mismatch(
         f"those of q over {'+'.join(q) or '-'}",
         **_location("k", decision, dim=dim),
         fix="shard k and v over the same mesh axes as q, "
-        "or over the leading ones of them and replicate them over the rest",
+        "or over only the first of these mesh axes, which replicates k and v over the others",
     )

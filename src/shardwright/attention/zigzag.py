@@ -95,7 +95,7 @@ def _reorder(batch: Any, dim: int, order_of: Any) -> Any:
             raise AttentionError(
                 f"no dim {dim} in shape {shape}",
                 path=where,
-                fix="leave out arrays without a sequence, or pass dim=",
+                fix="pass only arrays with a sequence dim, or name that dim with dim=",
             )
         return _take(array, order_of(shape[dim]), dim % len(shape))
 
@@ -111,7 +111,8 @@ def _take(array: Any, order: np.ndarray, dim: int) -> Any:
     if AxisType.Explicit in sharding.mesh.axis_types:
         return array.at[(*[slice(None)] * dim, order)].get(out_sharding=sharding)
     reordered = jnp.take(array, order, axis=dim)
-    # On Auto axes, `take` replicates the length: restore the sharding. A tracer does not have it.
+    # On Auto axes, `take` replicates the length, so restore the sharding. A tracer on Auto axes has
+    # no sharding to restore.
     if isinstance(array, jax.core.Tracer):
         return reordered
     return jax.device_put(reordered, array.sharding)

@@ -64,7 +64,7 @@ class Change(Generic[C]):
             raise CacheError(
                 f"refused has shape {codes.shape}: these are changes of several caches",
                 path="refused",
-                fix="read one at a time: jax.tree.map(lambda x: x[0], change).reasons()",
+                fix="read one change at a time: jax.tree.map(lambda x: x[0], change).reasons()",
             )
         return {int(at): Refusal(int(code)) for at, code in enumerate(codes) if code}
 
@@ -95,7 +95,7 @@ def readable(x: jax.Array) -> jax.Array:
 
     If the array is sharded over processes, this is a collective: call it in every process.
     """
-    # NumPy can read these. A replicated array is whole on this process's own devices.
+    # NumPy can read these arrays. A replicated array is whole on this process's own devices.
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return x
     assert isinstance(x.sharding, NamedSharding)

@@ -166,7 +166,7 @@ def restore(
 
 
 def _assemble(cls: Any, spec: CacheSpec, arrays: Mapping[str, Any]) -> Any:
-    # Only the cache of a ring has `start`.
+    # Only a ring has `start`, so this field may be absent.
     absent = {field.name: None for field in dataclasses.fields(cls)}
     return cls(**{**absent, "spec": spec, **arrays})
 
@@ -241,7 +241,7 @@ def _check_like(
         raise CacheError(
             "the arrays of like have no shardings: jax.eval_shape does not keep them",
             path="like",
-            fix="pass manager= and mode= instead of like, or a cache of arrays",
+            fix="pass manager= and mode= instead of like, or pass a cache of arrays as like",
         )
 
 
@@ -257,7 +257,7 @@ def _shardings(cache: KVCache, manager: PartitionManager | None) -> dict[str, An
         raise constraint.no_devices()
     sharding = CacheSharding(manager=manager, mode=cache.spec.mode)
     shardings = {}
-    with manager:  # it may differ from the ambient manager
+    with manager:  # the manager of the cache may differ from the ambient manager
         for name, axes in cache.array_axes.items():
             shape = getattr(cache, name).shape
             sharding.check_order(cache.spec.order, axes, shape)

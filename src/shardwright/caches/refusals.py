@@ -92,7 +92,8 @@ def set_named(
     entry_values = jnp.where(
         named & done[:, None], jnp.reshape(jnp.asarray(values, jnp.int32), (-1, 1)), -1
     )
-    # At most one accepted entry names a slot. The maximum is its value, or -1.
+    # At most one accepted entry names a slot, so the maximum is the value of that entry, or -1 if
+    # there is none.
     new = jnp.max(entry_values, axis=0)
     return jnp.where(new < 0, old, new)
 

@@ -281,7 +281,8 @@ def _run(
                 out_specs=array.target,
                 mesh=mesh,
             )
-        # Even without moves, the target may differ by mesh axes of size 1.
+        # Even if no step moves an array, its target may differ from its source by mesh axes of size
+        # 1.
         placement = constraint.make_placement(array.target, mesh, _jax.ambient_mesh())
         moved[array.name] = constraint.place(x, placement)
     return moved

@@ -165,8 +165,8 @@ class RowCache(KVCache):
         sharding = self._sharding
         length, slots = (sharding.place(jnp.asarray(x), (EMPTY,)) for x in (self.length, slots))
         named = sharding.place(refusals.named_slots(slots, self.batch), (EMPTY, EMPTY))
-        # An empty slot is refused too, and stays empty. So which slots to empty depends on the
-        # names alone, and no length is sent unless the caller reads the refusals.
+        # To free an empty slot is refused, but changes nothing. So the names alone decide which
+        # slots to empty, and lengths are sent only if the caller reads the refusals.
         valid = refusals.first_refusal(*refusals.invalid_names(named)) == Refusal.NONE
         freed = sharding.place(refusals.at_slots(named, valid), (BATCH,))
         return self._changed(

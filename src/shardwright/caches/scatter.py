@@ -91,7 +91,7 @@ def take_slots(buffers: PlacedArrays, parents: jax.Array, *, group: int) -> Buff
 
     def local(old: Buffers, parents: jax.Array) -> Buffers:
         size = parents.shape[0]
-        # A shard holds whole groups, so it also holds the parents, and local slot numbers suffice.
+        # If a shard holds whole groups, it also holds the parents, and local slot numbers suffice.
         if axes and size % group == 0:
             parents = parents - jax.lax.axis_index(axes) * size
         elif axes:

@@ -84,7 +84,8 @@ class CacheSharding:
         if self.manager is None or order.block is None or KV_LENGTH not in axes:
             return
         mesh_axes = axes_by_dim(self.spec(axes, shape), len(axes))[axes.index(KV_LENGTH)]
-        # `order` may have more shards than the mesh: each device then has several of them.
+        # `order` may have more shards than the mesh. Each device then has several shards of the
+        # order.
         parts = self.shards(mesh_axes)
         if order.shards % parts:
             raise CacheError(

@@ -62,8 +62,8 @@ class RowOrder:
         """
         if self.block is None:
             return place
-        # Memory holds one shard after the other: block b is on shard b % shards, and is block b //
-        # shards of that shard.
+        # Memory holds one shard after the other. Block b is on shard b % shards, where it is block
+        # b // shards.
         block, inner = place // self.block, place % self.block
         return (
             (block % self.shards) * (rows // self.shards)

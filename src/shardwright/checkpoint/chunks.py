@@ -86,7 +86,8 @@ def _read_with_orbax(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> 
     request = orbax.args.PyTreeRestore(
         item=wanted,
         restore_args=orbax.checkpoint_utils.construct_restore_args(wanted),
-        # `wanted` lacks the leaves that the target leaves out, and those that are read in pieces.
+        # The checkpoint has more arrays than `wanted`: the target omits some, and others are read
+        # in pieces.
         partial_restore=True,
     )
     path = epath.Path(folder)

@@ -15,7 +15,7 @@ from typing import Any, Final
 from shardwright import _jax
 from shardwright.errors import ShardingError
 
-# The form in which TensorStore, which orbax uses, reports error numbers of the operating system.
+# How TensorStore, which orbax uses, writes an error number of the operating system.
 _NUMBER: Final = re.compile(r"os_error_code='(\d+)'")
 
 

@@ -28,7 +28,7 @@ class LeafKind(enum.StrEnum):
 
     ARRAY = "array"
     EMPTY = "empty"  # an array without elements, which orbax does not store
-    KEY = "key"  # a typed PRNG key, written as its bits; nothing is stored without elements
+    KEY = "key"  # typed PRNG keys, written as their bits; not written if there are no elements
     NUMBER = "number"  # a number of Python, written as text
 
 
@@ -363,7 +363,7 @@ def _misfit(leaf: SavedLeaf, target: Any, *, recut: bool) -> tuple[str, str] | N
         )
     if isinstance(target, jax.ShapeDtypeStruct) and target.sharding is None:
         if target.shape == () or kind is LeafKind.KEY:
-            return None  # it is placed as JAX places a new scalar
+            return None  # JAX places the array like a new scalar
         return "the target has no sharding", "pass pm.abstract(specs), or set sharding="
     return _sharding_misfit(leaf, target)
 
@@ -435,7 +435,7 @@ def _as_saved(
             PartitionSpec(*[None] * (depths[1] - 1), entry, *rest),
             memory_kind=sharding.memory_kind,
         )
-        with contextlib.suppress(ValueError):  # the layers of a repeat may not divide
+        with contextlib.suppress(ValueError):  # the layers may not divide over the mesh axes
             read.shard_shape(saved)
             break
     return read
@@ -448,7 +448,7 @@ def _impl(dtype: str) -> str:
     if dtype not in names:
         raise CheckpointError(
             f"this JAX has no PRNG implementation for keys of type {dtype}",
-            fix=f"restore with the JAX that saved them; known are {', '.join(names)}",
+            fix=f"restore with the JAX that saved the keys; this JAX knows {', '.join(names)}",
         )
     return names[dtype]
 

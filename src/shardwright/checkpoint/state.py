@@ -98,7 +98,7 @@ def _wait_at_exit(process: int) -> None:
 
 def _wait_for_all(process: int) -> None:
     if os.getpid() != process:
-        return  # a forked process has none of the threads that write
+        return  # a forked process does not have the threads that write
     for saving in list(_PENDING.values()):
         try:
             saving.wait()
@@ -149,8 +149,8 @@ def save(
         keep = read_integer("keep", keep, error=CheckpointError)
     pairs, _ = leaves.flatten(state)
     saved, arrays = leaves.written(pairs)
-    # orbax may still write here in the background, and its manager must be closed before the next
-    # one.
+    # The save before this one may still write in the background. Its orbax manager must be closed
+    # before the next one is created.
     if path in _PENDING:
         _PENDING[path].wait()
     _delete_old(path)

@@ -120,7 +120,7 @@ def _resolve(label: str, mode: str, program: Program, setting: Setting) -> Check
             traced = trace_program(manager, program)
     except StrategyError:  # the program cannot be read
         raise
-    except ShardingError as refused:  # as attention raises it
+    except ShardingError as refused:  # the errors of attention
         problems += refused.problems
     else:
         for each in read_annotations(traced):
@@ -190,7 +190,7 @@ def _check_program(
     label: str, mode: str, program: Program, own_axes: Collection[str]
 ) -> tuple[Finding, ...]:
     shapes = program.shapes
-    # If there is not one entry per argument, it is unknown which argument an entry is for.
+    # Without one entry per argument, it is unknown which argument an entry is for.
     specs = program.specs if isinstance(program.specs, (tuple, list)) else (None,) * len(shapes)
     holds = program.holds if isinstance(program.holds, (tuple, list)) else (None,) * len(shapes)
     is_params = [
@@ -215,7 +215,7 @@ def _check_program(
     def forward(params: Any, inputs: Any) -> Any:
         every: Mapping[str, Any] = {**params, **inputs}
         results = program.function(*(every[str(at)] for at in range(len(shapes))))
-        return () if updates else results  # updated weights are not outputs
+        return () if updates else results  # updated weights are not outputs of the model
 
     with user_code(label):
         inferred = infer_on_one_device(

@@ -197,7 +197,8 @@ def _two(name: str, values: Sequence[Any] | None) -> tuple[Any, Any]:
         return None, None
     if len(values) > 2:
         raise StrategyError(
-            f"{name} is given {len(values)} times", fix="give one for both sides, or one for each"
+            f"{name} is given {len(values)} times",
+            fix="give one value for both sides, or one value for each side",
         )
     return values[0], values[-1]
 
@@ -268,7 +269,7 @@ def _section(comparison: Comparison, role: Role, modes: Sequence[str], *, width:
     )
     has_bytes = any(row.grows is not None for row in rows)
     body = [_HEAD, *map(_cells, changed), *([total_row] if has_bytes else [])]
-    # The second cell of a row is its axes, which a narrow terminal has no room for.
+    # The second cell of a row has the axes. A narrow terminal has no room for these.
     if width < _ROOM:
         body = [(cells[0], *cells[2:]) for cells in body]
     lines = table(body, indent="  ", width=width, prose=1) if changed else []
@@ -323,7 +324,8 @@ def _problems(comparison: Comparison) -> list[Problem]:
         for side in (row.before, row.after)
         for problem in side.found.problems
     ]
-    # Reversed twice, so that the first of equal problems stays, in the order of the tensors.
+    # Of equal keys, a dict keeps the last value. Reversing twice keeps the first problem, and the
+    # order of the tensors.
     return list(
         {(problem.path, problem.dim, problem.what): problem for problem in reversed(every)}.values()
     )[::-1]
@@ -332,7 +334,7 @@ def _problems(comparison: Comparison) -> list[Problem]:
 # Colors of growth, which `diff` writes as a share (+5.0%) or as a factor (x 3).
 GROWS = {r"(?:\+[0-9.]+%|x [0-9.]+)$": "red", r"-[0-9.]+%$": "green"}
 
-# Mode, or "mode -> mode" -> the plans of both sides.
+# Key: a mode, or two modes such as "train -> decode". Value: the plans of both sides.
 Pairs = dict[str, tuple[Any, Any]]
 
 
@@ -473,7 +475,8 @@ def _read_plans(name: str) -> dict[str, Any]:
     if isinstance(data, dict) and isinstance(data.get("modes"), dict) and data["modes"]:
         plans: dict[str, Any] = data["modes"]
     elif isinstance(data, dict) and "state" in data:
-        # A plan alone does not say its mode. Two such files are compared under this name.
+        # The JSON of a single plan does not say its mode. Two such files are compared under this
+        # name.
         plans = {"any": data}
     else:
         plans = {}

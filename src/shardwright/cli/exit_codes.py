@@ -47,6 +47,6 @@ def finding_problems(file: str = "") -> Iterator[None]:
 
 def code_of(error: ShardingError) -> int:
     """Return the exit code of an error about a program under a strategy."""
-    # These errors mean that the question is wrong: the options, the file or the mesh.
+    # These errors mean that the arguments are wrong: the options, the file or the mesh.
     is_question = isinstance(error, (StrategyError, MeshSpecError, MeshMismatchError))
     return USAGE if is_question else FOUND

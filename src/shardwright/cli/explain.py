@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
             fix=f"write {names} in the file, or leave --tensors out",
         )
     setting = read_setting(arguments.strategy, mesh=arguments.mesh, devices=arguments.devices)
-    # `MODES` and `MODE_NAMES` have one order.
+    # `MODES` and `MODE_NAMES` have the same order.
     modes = MODES if arguments.mode == "all" else (MODES[MODE_NAMES.index(arguments.mode)],)
     if arguments.tensors is not None:
         answers = [ask(tensor, setting, modes) for tensor in read_tensors(arguments.tensors)]
@@ -231,7 +231,7 @@ def imported_lines(answer: ExplainedTensor, setting: Setting) -> list[str]:
         decision.label
         for resolution in answer.modes.values()
         for decision in resolution.decisions
-        # Imports declare a name that they do not know as an axis LOGICAL_NAME.
+        # If `import` does not know a name, it declares an axis LOGICAL_NAME.
         if decision.outcome is Outcome.NO_RULE and f"LOGICAL_{decision.label}" in declared
     )
     return [
@@ -246,7 +246,8 @@ def _groups(modes: Mapping[str, Resolution]) -> list[tuple[list[str], Resolution
     groups: list[tuple[list[str], Resolution]] = []
     for name, resolution in modes.items():
         problems = [(problem.error, problem.what, problem.dim) for problem in resolution.problems]
-        # Decisions contain their rules, so modes with equal specs by other rules are shown apart.
+        # A decision contains its rule. So modes with equal specs from different rules are shown
+        # apart.
         key = (resolution.decisions, resolution.memory, resolution.notes, problems)
         if key not in keys:
             keys.append(key)
@@ -256,7 +257,7 @@ def _groups(modes: Mapping[str, Resolution]) -> list[tuple[list[str], Resolution
 
 
 def _modes_text(names: Sequence[str], modes: Mapping[str, Any]) -> str:
-    # `modes` has one entry if the user asked for a single mode. Then name this mode.
+    # `modes` has one entry if the user asked for a single mode. Then return the name of this mode.
     is_all = len(names) == len(MODE_NAMES) == len(modes)
     return "all modes" if is_all else ", ".join(names)
 
@@ -347,7 +348,7 @@ def _totals(answers: Sequence[ExplainedTensor], columns: Sequence[Sequence[str]]
         for answer in answers
         if any(count is not None for count in answer.bytes_per_device.values())
     ]
-    # the bytes over one device are the bytes of the whole array
+    # over one device, the bytes are those of the whole array
     total = sum(answer.tensor.bytes_over(1) or 0 for answer in counted)
     parts = []
     for names in columns:

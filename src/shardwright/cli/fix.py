@@ -37,7 +37,7 @@ _CODE = re.compile(r"""(?:[^#"']|"(?:[^"\\]|\\.)*"|'[^']*')*""")
 def rename(text: str, line: int, old: str, new: str) -> str:
     """Replace a word on one line, but not in its comment. Lines are counted from 1."""
     lines = text.split("\n")
-    code = _CODE.match(lines[line - 1])[0]  # type: ignore[index]  # it may be empty
+    code = _CODE.match(lines[line - 1])[0]  # type: ignore[index]  # never None: matches "" too
     comment = lines[line - 1].removeprefix(code)
     lines[line - 1] = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", new, code) + comment
     return "\n".join(lines)
@@ -179,7 +179,7 @@ def fix_file(
         fix = f"copy it first: shardwright presets copy {names[-1]} mine.toml"
         raise StrategyError(f"--fix edits a .toml file, and {text!r} has none", fix=fix)
     path = Path(names[at])
-    read_text(path, most=LONGEST_FILE)  # raises an error if it is too large or not text
+    read_text(path, most=LONGEST_FILE)  # raises an error if the file is too large or not text
     # Decode bytes, so that line ends do not change.
     before = after = tried_text = path.read_bytes().decode("utf-8-sig")
     kept: dict[Any, Any] = {}
@@ -209,7 +209,7 @@ def fix_file(
         tried_text = functools.reduce(lambda text, edit: edit(text), edits, after)
         if tried_text == after:
             break
-    assert best is not None  # the first round has set it
+    assert best is not None  # the first round has set `best`
     if after != before and not dry:
         files.write_text(path, after)
     return Fixed(
@@ -233,8 +233,8 @@ def _edits(findings: Sequence[Finding], strategy: Strategy | None, file: str) ->
         if isinstance(edit, NewValue) and (
             edit.table[0] != "tensors" or edit.source.rpartition(":")[0] == file
         ):
-            # Two tensors may ask for different fallbacks of one rule. Each fallback ends in "-" and
-            # fits both tensors.
+            # Two tensors may ask for different fallbacks of one rule. Take the first, because each
+            # fallback ends in "-" and fits both tensors.
             edits.setdefault((edit.table, edit.key), _setter(edit.table, edit.key, edit.value))
     yield from edits.values()
 
@@ -246,7 +246,7 @@ def _setter(table: tuple[str, ...], key: str, value: str | int) -> Edit:
 def _is_strict(strategy: Strategy) -> bool:
     try:
         policy = strategy.compile().policy
-    except ShardingError:  # a name is misspelled, and the file has no [mesh] that would show it
+    except ShardingError:  # an unknown name, which only a file with [mesh] would report earlier
         return False
     return (
         policy.conflict is Conflict.ERROR

@@ -63,9 +63,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="OVERRIDE",
         help="key=value, which overrides a configuration",
     )
-    command.add_argument("--mesh", metavar="MESH", help="rules: mesh axes, such as data:2,model:4")
     command.add_argument(
-        "--semantics", choices=_SEMANTICS, help="rules: what the list means (default: flax)"
+        "--mesh", metavar="MESH", help="for the format rules: mesh axes, such as data:2,model:4"
+    )
+    command.add_argument(
+        "--semantics",
+        choices=_SEMANTICS,
+        help="for the format rules: how to read the list (default: flax)",
     )
     command.add_argument(
         "--name",
@@ -134,7 +138,7 @@ def _next_steps(imported: Imported, arguments: argparse.Namespace) -> list[str]:
     own = [
         name
         for name, target in imported.names.items()
-        # A name that maps to LOGICAL_NAME has no axis of the vocabulary: models spell it out.
+        # A name without an axis of the vocabulary maps to LOGICAL_NAME, which models must write.
         if _axis_of(target) == canonical_axis(f"logical_{name}")
     ]
     if own:
@@ -211,7 +215,7 @@ def _imported(arguments: argparse.Namespace) -> Imported:
         what = f"{os.path.basename(arguments.file)} has no rules"
         raise StrategyError(what, fix="write [[embed, fsdp]], for instance")
     spec = parse_mesh(arguments.mesh)
-    # The sizes come afterwards, because one of them may be -1.
+    # The sizes of the mesh are set below, because one of them may be -1.
     imported = to_strategy(
         rules,
         mesh=dict.fromkeys(spec.names, 1),
@@ -273,7 +277,7 @@ def _with_places(imported: Imported) -> Iterator[str]:
     for line in imported.strategy.dumps().rstrip("\n").split("\n"):
         if line.startswith("[["):
             name = line.strip("[]")
-            # Entries of a list of tables have numbers in the places: `tensors.0`.
+            # In the place of an entry of `[[tensors]]`, the second part is its number: `tensors.0`.
             counts[name] = counts.get(name, -1) + 1
             section = (name, str(counts[name]))
         elif line.startswith("["):

@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="N=AXIS",
-        help="the axis of open and guessed dims of a size, or of a place such as "
+        help="the axis of the open and guessed dims of size N, or of a place such as "
         "'layers/*/gate dim 0'; repeat it for more",
     )
     add_strategy(command, required=False, what="a strategy that declares axes of your own")

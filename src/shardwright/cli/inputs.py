@@ -155,7 +155,7 @@ class Setting:
 
     def on(self, topology: Topology) -> Topology:
         """Return a topology with the parts of the mesh axes that cross its slices."""
-        # A part of 1 stays inside a slice.
+        # A mesh axis whose part is 1 does not cross slices.
         crossing = {axis: part for axis, part in self.dcn.items() if part > 1}
         return dataclasses.replace(topology, crossing=crossing)
 
@@ -198,8 +198,8 @@ def make_setting(combined: Any, label: str, *, mesh: str | None, devices: int | 
     manager = PartitionManager(combined, mesh=read_mesh(combined, label, mesh, devices))
     dcn = dict(combined.dcn)
     if mesh is not None:
-        # `mesh` replaces the strategy's mesh and its parts between slices. `zip` is not strict,
-        # since a mesh of one slice has no `dcn`.
+        # `mesh` replaces the mesh of the strategy, also between slices. `zip` is not strict,
+        # because `dcn` of a mesh of one slice is empty.
         spec = parse_mesh(mesh)
         dcn = dict(zip(spec.names, spec.dcn, strict=False))
     return Setting(manager=manager, strategy=label, combined=combined, dcn=dcn)

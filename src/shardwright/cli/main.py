@@ -55,7 +55,7 @@ _FILES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if sys.stdout is None:  # the shell closed it (`>&-`); the exit code is still useful
+    if sys.stdout is None:  # the shell closed stdout (`>&-`); the exit code is still useful
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open until exit
     # A test that passes `argv` has a stdout of its own, which stays as it is.
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):

@@ -97,7 +97,7 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> NamedModel:
     with user_code(f"{file}:{params}"):
         required = [
             argument
-            # Optional arguments keep their defaults: one of them may be a dtype and not a key.
+            # Leave optional arguments out: an optional argument may be a dtype, and not a key.
             for argument in inspect.signature(init).parameters.values()
             if argument.default is argument.empty
             and argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)

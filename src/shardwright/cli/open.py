@@ -62,13 +62,13 @@ def parser() -> argparse.ArgumentParser:
         type=read_count,
         default=60,
         metavar="N",
-        help="the most candidates on the page, for train and for the other modes (default: 60)",
+        help="candidates on the page, at most, for train and for the other modes (default: 60)",
     )
     command.add_argument(
         "--out",
         default="plan.html",
         metavar="FILE",
-        help="the page; it replaces an existing file (default: plan.html)",
+        help="file of the page, which may exist (default: plan.html)",
     )
     return command
 

@@ -175,7 +175,7 @@ def what_holds(state: StateBytes, topology: Topology | None) -> str:
     """Return a text that names the smallest slice that holds one copy of the state."""
     if topology is None:
         return ""
-    # One copy is the least that any mesh can hold, however the rules shard it.
+    # Every mesh must hold at least one copy, however the rules shard it.
     needed = state.of().total
     slice_, group = smallest_slice(topology.chip, needed), "slice"
     if topology.chip.domain:

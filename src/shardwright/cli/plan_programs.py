@@ -27,7 +27,7 @@ from shardwright.vocabulary.modes import mode_name
 from shardwright.vocabulary.units import bytes_text
 
 Breach = tuple[str, Event | Collective]
-_NAMED: Final = 3  # tensors that a line about forbidden collectives names
+_NAMED: Final = 3  # how many tensors a line about forbidden collectives names
 
 
 def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topology | None) -> int:
@@ -176,7 +176,8 @@ def _breaches(
     """Yield each forbidden collective of the compiled programs, or of plans if not compiled."""
     for mode, report in reports.items():
         collectives: tuple[Event | Collective, ...] = report.events
-        # A program that the compiler refuses has no collectives to check, so the plan stands in.
+        # A program that the compiler refuses has no collectives to check, so those of the plan are
+        # checked.
         if mode in verified and not verified[mode].compiled.refused:
             collectives = verified[mode].compiled.collectives
         for event in collectives:

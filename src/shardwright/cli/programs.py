@@ -91,7 +91,7 @@ def read_programs(
             returned = function(**options)
         programs = returned if isinstance(returned, Mapping) else {MODES[0]: returned}
     by_mode = {parse_mode(key): program for key, program in programs.items()}
-    # `decode` and `__autoregressive__` may be keys of one dict, and are one mode.
+    # A dict may have both keys `decode` and `__autoregressive__`, but they are one mode.
     if len(by_mode) < max(1, len(programs)):
         what = "names one mode twice" if programs else "returned no program"
         raise StrategyError(f"{model} {what}", fix="return one Program for each mode")
@@ -148,9 +148,9 @@ def read_options(arguments: argparse.Namespace) -> dict[str, list[Any]]:
             raise StrategyError(f"--set {text!r:.80} is not NAME=A,B", fix="--set remat=none,full")
         if name in options:
             what = f"{name} is given twice: {given[name]} and --set {text:.80}"
-            raise StrategyError(what, fix="keep one of them")
+            raise StrategyError(what, fix=f"give {name} only once")
         words = [value.strip() for value in values.split(",")]
-        # The function of the model reads the words.
+        # Only the function of the model knows what the words mean.
         options[name] = [int(word) if word.isdecimal() else word for word in words]
         given[name] = f"--set {text:.80}"
     return options

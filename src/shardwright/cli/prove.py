@@ -155,7 +155,7 @@ def _lowered(
                 )
         return lowered
     finally:
-        # The other side may have another version of the file, and of the files that it imports.
+        # Forget the modules of this side: the other side may have other versions of these files.
         folder = Path(model.rpartition(":")[0]).resolve().parent
         for name in set(sys.modules) - before:
             file = str(getattr(sys.modules[name], "__file__", None) or "")

@@ -180,7 +180,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print_json(reports, written, verified)
     else:
         _print_text(arguments, reports, written, verified, list(dict.fromkeys(notes)))
-        # The front is sorted: those that fit first, and then by time.
+        # The front is sorted: first the candidates that fit, and among these the fastest.
         best = [report.front[0] for report in reports.values() if report.front]
         # Between train and the other modes, the weights move from one candidate to the other.
         if len(best) == 2:
@@ -298,7 +298,7 @@ def read_variants(
     options = read_options(arguments)
     several = [name for name, values in options.items() if len(values) > 1]
     variants = {}
-    # Without options the product has one empty combination, whose label is empty.
+    # Without options, `itertools.product` gives one empty combination, whose label is empty.
     for chosen in itertools.product(*options.values()):
         settings = dict(zip(options, chosen, strict=True))
         label = ", ".join(f"{name}={settings[name]}" for name in several)

@@ -96,7 +96,8 @@ def _walk(
             if key in _KEYS:
                 what, hint = "the tensor has no axes", ""
             elif isinstance(value, list):
-                at = (*at, "0")  # an array of tables has the lines of its tables only
+                # only the tables of an array of tables have lines, so name the first one
+                at = (*at, "0")
                 what = "tensors cannot be a list: each tensor is a table that is named by its path"
             fix = f"{hint} a tensor is a table [mlp.wi]: {_EXAMPLE}".strip()
             problems.append(problem_at(at, origin, what, fix))

@@ -91,7 +91,8 @@ def _shadowed(subject: Subject, table: str, rule: Rule) -> Finding:
 def shadowed_tensors(subject: Subject) -> Iterator[Finding]:
     """Yield rules of `[[tensors]]` that an earlier entry of the file always overrides."""
     weights = [tensor for tensor in subject.tensors or () if role_of(tensor) is Role.PARAM]
-    # Each pattern is searched only once in each path, so remember what earlier entries matched.
+    # Remember what earlier entries matched, so that each pattern is searched in each path only
+    # once.
     first: dict[tuple[str, str], int] = {}
     deciding: dict[tuple[str, str], int] = {}
     for at, pattern in enumerate(subject.patterns):

@@ -69,7 +69,8 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
         + work.fp8_flops / chip.fp8_flops
         + work.f32_flops / chip.f32_flops
     )
-    # `min_flops` takes the smallest branches, which are assumed to use the types of the largest.
+    # `min_flops` counts the smallest branch of each `cond`, which is assumed to have the same mix
+    # of dtypes as the largest.
     low = high * work.min_flops / max(work.flops, 1)
     moved = work.host_bytes / chip.host_rate if chip.host_rate else 0.0
     # Matmuls may read an argument several times or, like an embedding table, not at all.

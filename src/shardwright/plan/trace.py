@@ -209,7 +209,8 @@ def planning_manager(manager: Manager) -> tuple[Manager, Recorder]:
     It resolves every request like the given manager, on the same mesh.
     """
     recorder = Recorder(typed=is_typed(manager))
-    # A new token, so that JAX reuses no trace with annotations. It is small: JAX never frees it.
+    # JAX must not reuse a trace with annotations for another call, so each trace has a new token.
+    # JAX never frees the token, so it must be small.
     effect = Effect(recorder.place, recorder.gather, object(), recorder.record)
     return manager.having(effect=effect), recorder
 
@@ -456,7 +457,8 @@ def _roles_by_arguments(
         roles = dict(known.get(key(goal), {}))
         own = own_role(goal)
         if own is Role.PARAM and not isinstance(goal.annotation, PartOf):
-            roles[own] = None  # the annotation is of a weight; the weight itself may be no argument
+            # so the output may be a weight, even if that weight is not an argument
+            roles[own] = None
         found.append(tuple(goal._replace(role=role) for role in roles) or (goal,))
     return found
 

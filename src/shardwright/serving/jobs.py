@@ -59,8 +59,8 @@ class Limits:
                 f"{need}, but a slot has {self.capacity}",
                 path="request",
                 size=request.rows,
-                fix="shorten one of them, create the engine with more capacity, or use "
-                'cache="sliding", which keeps a window',
+                fix="shorten the prompt, lower max_new_tokens, create the engine with more "
+                'capacity, or use cache="sliding", which keeps a window',
             )
         if self.pages is not None and self.pages_of(request) > self.pages:
             raise ServingError(
@@ -68,7 +68,8 @@ class Limits:
                 f"{self.pages} pages",
                 path="request",
                 size=request.rows,
-                fix="shorten one of them, or create the engine with more pages",
+                fix="shorten the prompt, lower max_new_tokens, or create the engine with more "
+                "pages",
             )
 
 

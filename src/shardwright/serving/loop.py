@@ -100,8 +100,8 @@ class Loop:
         self.stepping, start = True, self.meter.now()
         self._step += 1
         try:
-            # Several processes have compared which jobs end now, but not yet which jobs fail in
-            # this step.
+            # With several processes, all have agreed on the jobs that end now, so end these. They
+            # have not yet agreed on the jobs that fail in this step.
             if self.calls.are_compared:
                 self._end_requested()
             self._hand_out()

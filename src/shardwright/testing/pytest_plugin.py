@@ -168,7 +168,7 @@ def prepare(requested: int | None) -> None:
     if requested:
         count = max(requested, already)
     else:
-        # JAX has one CPU device by default, so 1 is no request.
+        # A count of 1 is JAX's default, so it does not mean that anybody requested devices.
         count = already if already > 1 else USUAL
     try_for_devices(count)
 

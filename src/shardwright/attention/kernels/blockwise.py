@@ -144,7 +144,8 @@ def forward(operands: Operands, recipe: Arithmetic, *, state: Running | None = N
     rows = grid.q_count * grid.q_block
     before = jax.tree.map(lambda x: blocks.pad_dim(x, 2, rows), state)
 
-    # The two functions are bodies of loops: `(carry, number of the block) -> (carry, result)`.
+    # The two functions below are bodies of loops: `(carry, number of the block) -> (carry,
+    # result)`.
     def attend_rows(_: None, i: Any) -> tuple[None, Running]:
         row = blocks.query_block(padded, i, grid)
         if before is None:
@@ -322,12 +323,14 @@ def delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None = None) -> jax.Arr
       `[batch, heads, q_length]` float32.
     """
     # D of FlashAttention (Dao et al. 2022, algorithm 4). The derivative of the logsumexp by the
-    # logits is the weights, so `dlse` is added to `dp`: `dp - delta` makes that a subtraction here.
+    # logits is the weights, so `dlse` must be added to `dp`. The callers compute `dp - delta`, so
+    # `dlse` is subtracted from delta here.
     wide = do.astype(jnp.float32)
     if do.dtype != jnp.float32:
-        # XLA may drop the rounding of `do` here (its "excess precision"), but never that of the
-        # operand of the matmul with the values. In `dp - delta`, this difference is larger than
-        # small gradients: an error of 1.5 % instead of 0.25 % on an H200, with large logits.
+        # XLA may skip the rounding of `do` here (its "excess precision"), but never for the operand
+        # of the matmul with the values. Both must be rounded alike, because in `dp - delta` the
+        # difference would be larger than small gradients. On an H200 with large logits, it caused
+        # an error of 1.5 % instead of 0.25 %.
         wide = online_softmax.rounded(wide, do.dtype)
     rows: jax.Array = jnp.einsum("bthd,bthd->bht", o.astype(jnp.float32), wide)
     return rows if dlse is None else rows - dlse

@@ -90,7 +90,7 @@ def _limits(call: AttentionCall) -> tuple[str, ...]:
     left, right = rules.bounds
     window = left is not None
     capability = str(getattr(jax.local_devices()[0], "compute_capability", "0.0"))
-    # The largest head_dim is 256 from Hopper on (compute capability 9.0), and 128 before.
+    # From Hopper on (compute capability 9.0), head_dim may be up to 256; before, up to 128.
     largest = 256 if int(capability.partition(".")[0]) >= 9 else 128
     reasons = {
         f"it computes in bfloat16 and float16, and the call in {call.dtype}": (
@@ -129,7 +129,7 @@ def _try_cudnn() -> str:
 
     try:
         jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(row, row, row).compile()
-    except (RuntimeError, ValueError) as err:  # the plugin, cuDNN and XLA raise these
+    except (RuntimeError, ValueError) as err:  # raised by the plugin, cuDNN or XLA
         text = str(err).strip()
         why = text.splitlines()[0] if text else type(err).__name__
         return f"cuDNN does not work on this machine: {why}"

@@ -292,7 +292,7 @@ def _with_all_rows(shard: Operands, axes: tuple[str, ...], call: AttentionCall) 
         if shape[3] == 1:
             changed[name] = sequence.gather(array, axes, dim=2)
         else:
-            # A shard holds all columns of its own rows, and needs its own columns of all rows.
+            # A shard holds all columns of its own rows. It needs its own columns of all rows.
             changed[name] = jax.lax.all_to_all(array, axes, split_axis=3, concat_axis=2, tiled=True)
     return shard.replace(**changed)
 

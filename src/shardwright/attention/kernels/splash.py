@@ -17,7 +17,8 @@ from shardwright.attention.parts.shards import (
     run_opaque,
 )
 
-# Limit of the entries of the table of blocks: four bytes each, in 1 MiB of scalar memory.
+# The largest number of entries in the table of blocks. Each takes 4 bytes of the scalar memory,
+# which has 1 MiB.
 _MOST_BLOCKS = 2**17
 
 

@@ -228,7 +228,7 @@ class _Local:
         visits = jnp.minimum(jnp.arange(kinds.shape[2], dtype=jnp.int32), last)
         visited = jnp.take_along_axis(order, visits, axis=2)
         table = visited * KINDS + jnp.take_along_axis(kinds, order, axis=2)
-        # Cut the steps that are EMPTY for every row: the grid of a kernel is static.
+        # The grid of a kernel is static, so cut only the steps that are EMPTY for every row.
         return table[:, :, : self._most_visits(keys_outside=keys_outside)]
 
     def _most_visits(self, *, keys_outside: bool) -> int:

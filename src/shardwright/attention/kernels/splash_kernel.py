@@ -229,7 +229,8 @@ def run_keys(
     dims = [array.shape[3] for array in qkv]
     call = _Call(
         body=_with_grouped_refs(body, scalars=1, before=len(before)),
-        # Query heads of a group add to the gradients of one kv head, so they are a sequential dim.
+        # All query heads of a group add to the gradients of one kv head, so `group` is a sequential
+        # dim of the grid.
         grid=(*k.shape[:2], k.shape[2] // plan.kv_block, group, table.shape[2]),
         scalars=1,
         in_specs=[
@@ -250,9 +251,6 @@ def run_keys(
     )
     ints = (array for _, array in rows.arrays)
     return call.run(plan, table.reshape(-1), *qkv, *cotangents, *ints, *before)
-
-
-# How a kernel is called.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -370,9 +368,6 @@ def _with_grouped_refs(
     return kernel
 
 
-# What the kernels compute.
-
-
 def _forward_body(
     scalars: Any,
     refs: Any,
@@ -409,8 +404,8 @@ def _forward_body(
         hidden = logits if seen is None else jnp.where(seen, logits, DEFAULT_MASK_VALUE)
         top = jnp.maximum(old, jnp.max(hidden, axis=1, keepdims=True))
         p = jnp.exp(hidden - top[:, :1])
-        # In a row that has seen no key yet, `top` is the value of hidden logits, and exp(0) would
-        # count them.
+        # As long as a row has seen no key, `top` is the value of hidden logits. Without this mask,
+        # exp(0) = 1 would count these hidden keys.
         p = p if seen is None else jnp.where(seen, p, 0.0)
         shrink = jnp.exp(old - top)
         m_ref[...] = top

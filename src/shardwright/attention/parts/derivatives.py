@@ -52,7 +52,7 @@ def not_differentiable(f: Callable[..., Any], what: str) -> Callable[..., Any]:
       f: A function of arrays.
       what: The subject of the message.
     """
-    # JAX calls `rule` only to differentiate, so other calls pay nothing for the refusal.
+    # JAX calls `rule` only to differentiate, so this check costs other calls nothing.
     plain = jax.custom_jvp(f)
 
     @plain.defjvp

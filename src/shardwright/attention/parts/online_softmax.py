@@ -213,7 +213,7 @@ def logits_of(
       bias: Broadcastable to the logits, or None.
       k_scale: `[batch, kv_length, kv_heads]`, or None. A key is `k * k_scale`.
     """
-    # The order of tokamax and of JAX's splash kernel: scale, bias, softcap, and the mask last.
+    # Use the order of tokamax and of JAX's splash kernel: scale, bias, softcap, and the mask last.
     logits = scores * scale
     if k_scale is not None:
         logits = logits * by_head(k_scale, scores.shape[1])

@@ -227,8 +227,8 @@ def _forward(job: _ShardedKernel, floats: dict[str, Any], others: Any) -> Any:
         result, pull_back, kept = _pull_back(job, floats, others)
         residuals, structure = jax.tree.flatten(() if job.runs_again else pull_back)
         known = {id(x): at for at, x in enumerate(jax.tree.leaves((floats, others, result)))}
-        # An operand or a result is not returned a second time: it would leave the `shard_map` as a
-        # new array, and both would be kept for the backward pass.
+        # Do not return an operand or a result a second time: it would leave the `shard_map` as a
+        # new array, and the backward pass would keep both.
         where[:] = [known.get(id(x)) for x in residuals]
         arrays = [x for x, at in zip(residuals, where, strict=True) if at is None]
         names = set(map(id, kept))
@@ -317,9 +317,8 @@ def head_specs(call: AttentionCall) -> tuple[Any, Any]:
     return call.specs.spec("heads"), call.specs.spec("kv_heads")
 
 
-# Reasons to refuse a call.
-
-# If a named kernel refuses for this reason alone, `choose` takes the kernel that a plan counts.
+# If this is the only reason why a named kernel refuses a call, `choose` takes the kernel that a
+# plan counts.
 IN_A_PLAN: Final = "a plan cannot see into it, and counts another implementation"
 
 
@@ -368,7 +367,8 @@ def pick_kv_heads(
     if specs.grouping is KVHeads.SAME:
         return shard
     if specs.grouping is KVHeads.FACTOR:
-        # Shards over these mesh axes split the keys, so each serves the query heads of all of them.
+        # These mesh axes shard the heads of q, but the length of k. So each shard of keys serves
+        # the query heads of all these shards.
         shards = call.shards(tuple([axis for axis in specs.heads if axis in specs.kv_length]))
         numbers = jnp.arange(head_index.shape[0] * shards, dtype=jnp.int32)
         head_index = first_of_all(head_index, shards) + numbers

@@ -63,7 +63,8 @@ class AssignedPages(KVCache):
         is_token = jnp.ones(k.shape[:2], bool) if valid is None else jnp.asarray(valid)
         arguments = (self.length, self.tables, is_token)
         decide = functools.partial(self._decide, every=valid is None)
-        # Decide in a shard_map, as `PagedCache` does: every shard computes the same small integers.
+        # Decide in a shard_map, as `PagedCache` does: each shard computes the same few integers,
+        # without collectives.
         length, refused, positions, pages = self._sharding.run(
             decide, arguments, (PartitionSpec(),) * 3, out_specs=PartitionSpec()
         )
@@ -96,7 +97,8 @@ class AssignedPages(KVCache):
         pages = jnp.where(positions < 0, count, pages)
         return jnp.where(accepted, after, length), refused, positions, pages
 
-    # The cache refuses the operations below: the caller, who assigns the pages, does them.
+    # The caller assigns the pages, so the caller does the operations below, and this cache refuses
+    # them.
 
     def _insert(self, source: KVCache, slots: jax.Array) -> Change[Self]:
         _raise_assigned("insert")
@@ -115,6 +117,5 @@ def _raise_assigned(operation: str) -> NoReturn:
     raise CacheError(
         f"{operation} is not an operation of a cache whose pages are assigned by an engine",
         path="cache",
-        fix="append to it, and let the engine assign pages; a cache that caches.init creates has "
-        "every operation",
+        fix="only append to this cache; a cache that caches.init creates has every operation",
     )

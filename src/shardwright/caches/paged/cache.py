@@ -133,7 +133,7 @@ class PagedCache(KVCache):
         k, v = view.dequantized(self.spec.dtype)
         return self._changed(decision, self._write(decision.rows, k, v))
 
-    # The other operations write no rows.
+    # The operations below write no rows.
 
     def _free(self, slots: jax.Array) -> Change[Self]:
         return self._changed(self._decide(tables.free, slots))

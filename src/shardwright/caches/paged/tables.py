@@ -115,7 +115,8 @@ def append(
     most = min(count_pages(is_token.shape[1] - 1, page_size) + 1, owned.tables.shape[1])
     claim = claims.claim_pages(
         owned.references,
-        # The page of the next position. It is in use only if that position is inside a page.
+        # The page of the next position. A slot has this page already unless the position is the
+        # first one of the page.
         owned.at(owned.length[:, None] // page_size)[:, 0],
         lengths=owned.length,
         counts=jnp.where(over, 0, counts),

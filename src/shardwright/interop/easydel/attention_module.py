@@ -128,7 +128,8 @@ def _append(
     capacity, q_length = cache.spec.capacity, key.shape[1]
     mask = _mask(mask, batch=cache.batch, q_length=q_length, capacity=capacity)
     change = cache.append(key, value)
-    # Inside a trace refusals are values, which `cache_refused` keeps.
+    # Inside a trace the refusals are tracers, so nothing can be raised here. `cache_refused` keeps
+    # them for the caller.
     if not _jax.in_trace():
         change.require()
     view, index = change.cache.view(), variables["cache_index"]

@@ -352,10 +352,14 @@ def _sizes(table: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int], li
         absorbing = [name for name, size in sizes.items() if size == -1]
         if len(absorbing) > 1:
             what = f"trainer.mesh.{key}: the sizes of {', '.join(absorbing)} are all -1"
-            problems.append(Problem(error=StrategyError, what=what, fix="write -1 for one of them"))
+            problems.append(
+                Problem(error=StrategyError, what=what, fix="write -1 for only one of them")
+            )
     if both := [name for name in axes if name in dcn]:
         what = f"trainer.mesh: {', '.join(both)} is in axes and in dcn_axes"
-        problems.append(Problem(error=StrategyError, what=what, fix="remove it from one of them"))
+        problems.append(
+            Problem(error=StrategyError, what=what, fix="remove it from one of the two")
+        )
     raise_problems(problems)
     notes = [
         f"{name} is 1, for one slice: for more, write trainer.mesh.dcn_axes: {{{name}: 2}}"

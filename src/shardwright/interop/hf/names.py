@@ -142,7 +142,8 @@ def missing(names: Iterable[str], config: Mapping[str, Any]) -> list[Problem]:
     return limited([fault("the tensor is absent", name, fix) for name in absent])
 
 
-# The number of an expert. Names of stacks have no number, so these checks remove it.
+# The number of an expert in a tensor name. A stack of experts has no such number, so names are
+# compared without it.
 _NUMBERED: Final = re.compile(r"(?<=experts\.)\d+\.")
 
 

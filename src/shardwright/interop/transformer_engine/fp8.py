@@ -166,7 +166,9 @@ def update_fp8_metas(state: Any) -> Any:
     recipe = current_recipe() or DelayedScaling()
     if not isinstance(recipe, DelayedScaling):
         raise LayerError(
-            f"{type(recipe).__name__} has no state", path="state", fix="call it for DelayedScaling"
+            f"{type(recipe).__name__} has no state",
+            path="state",
+            fix="call update_fp8_metas only under DelayedScaling",
         )
     new, updated = _updated(recipe, state, "")
     if not updated:

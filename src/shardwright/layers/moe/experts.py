@@ -123,7 +123,8 @@ def _weights(params: Any, dtype: Any) -> list[Any]:
 
 def _ragged(config: MoEConfig, weights: list[Any], rows: Any, most: int) -> Any:
     flat = rows.reshape(-1, rows.shape[-1])
-    # A token of zeros counts as free. Its result and its gradients are 0 too.
+    # A row of zeros counts as an empty slot. A token of zeros may count as one too, because its
+    # result and its gradients are 0.
     is_filled = jnp.any(flat != 0, axis=-1)
     sizes = is_filled.reshape(rows.shape[:2]).sum(axis=1, dtype=jnp.int32)
     # The indices are ascending, so the rows of an expert stay together.

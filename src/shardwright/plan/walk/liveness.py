@@ -468,7 +468,7 @@ def _one_by_one(entries: Sequence[Entry]) -> list[Entry]:
     to the host.
     """
     makers: dict[Buffer, Entry] = {}
-    depths: dict[int, int] = {}  # keyed by id, because equal entries are two equations
+    depths: dict[int, int] = {}  # keyed by id, because two different equations may compare equal
     copies: dict[Buffer, list[Entry]] = {}
     behind: list[Entry] = []
     for entry in entries:

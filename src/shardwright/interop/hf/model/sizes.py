@@ -108,7 +108,8 @@ def _activations(config: Config) -> tuple[str, str]:
     if (name or "silu") not in names:
         raise StrategyError(
             f"{config.source}: the activation {name!r:.40} is unknown",
-            fix=f"the known ones are {', '.join(names)}; write the model as file.py:function",
+            fix=f"the known ones are {', '.join(names)}; or write the model in Python, and pass "
+            "it as file.py:function",
         )
     return names[name or "silu"], "linear"
 
@@ -329,7 +330,7 @@ def qwen(config: Config) -> Sizes:
         if config.number("decoder_sparse_step", 1) > 1 or config.values.get("mlp_only_layers"):
             raise StrategyError(
                 f"{config.source}: some layers have an MLP in place of experts",
-                fix="write the model as file.py:function",
+                fix="write the model in Python, and pass it as file.py:function",
             )
         hidden = config.number("moe_intermediate_size")
         size = config.size("shared_expert_intermediate_size") or 0
@@ -338,7 +339,7 @@ def qwen(config: Config) -> Sizes:
             raise StrategyError(
                 f"{config.source}: shared_expert_intermediate_size {size} is not a multiple of "
                 f"{hidden}, the size of an expert",
-                fix="write the model as file.py:function",
+                fix="write the model in Python, and pass it as file.py:function",
             )
         if shared:
             differs += ("the shared experts have no gate",)
@@ -421,7 +422,7 @@ def deepseek(config: Config) -> Sizes:
     if dense >= layers or config.number("moe_layer_freq", 1) > 1:
         raise StrategyError(
             f"{config.source}: experts are not in every layer after the first dense ones",
-            fix="write the model as file.py:function",
+            fix="write the model in Python, and pass it as file.py:function",
         )
     # V3 picks experts by scores plus `e_score_correction_bias`; V2 has no such bias.
     has_bias = config.text("scoring_func") == "sigmoid"
