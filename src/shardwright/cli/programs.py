@@ -54,7 +54,7 @@ def plan_program(
 
 def read_programs(
     model: str,
-    mode: str | None,
+    mode: str | None = None,
     *,
     devices: int,
     options: Mapping[str, Any] | None = None,

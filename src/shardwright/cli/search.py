@@ -48,7 +48,7 @@ examples:
   shardwright search model.py:programs --strategy fsdp_tp --topology v5e:4x8 --axes fsdp,tp \\
       --mode decode --out found
   shardwright search model.py:programs --strategy fsdp_tp --topology v5p:4x4x4 \\
-      --modes train,prefill,decode --vary head --vary "params.embed = fsdp, -" --pin mesh.dp=1
+      --mode train,prefill,decode --vary head --vary "params.embed = fsdp, -" --pin mesh.dp=1
   shardwright search model.py:programs --strategy fsdp --topology v5e:4x4 --set remat=none,full
 
 exit codes: 0 found; 1 no candidate fits, by its plan or by the compiler;
@@ -107,9 +107,9 @@ def add_search_options(command: argparse.ArgumentParser, *, topology_required: b
     command.add_argument(
         "--hardware", metavar="FILE", help="a .toml file that adds chips, or replaces their values"
     )
-    modes = command.add_mutually_exclusive_group()
-    modes.add_argument("--mode", metavar="MODE", help="search for this mode of the model only")
-    modes.add_argument("--modes", metavar="A,B", help="search for these modes (default: all)")
+    command.add_argument(
+        "--mode", "--modes", metavar="A,B", help="search for these modes (default: all)"
+    )
     add_model_options(command, several=True)
     command.add_argument(
         "--axes",
@@ -304,7 +304,6 @@ def read_variants(
         label = ", ".join(f"{name}={settings[name]}" for name in several)
         variants[label] = read_programs(
             arguments.model,
-            arguments.mode,
             devices=devices,
             options=settings,
             notes=notes,
@@ -316,10 +315,10 @@ def mode_groups(
     arguments: argparse.Namespace, programs: Mapping[str, Program]
 ) -> dict[str, list[str]]:
     """Return the groups of modes that share a strategy: train, and all others."""
-    if arguments.modes in (None, "all"):
+    if arguments.mode in (None, "all"):
         modes = list(programs)
     else:
-        modes = [parse_mode(mode) for mode in arguments.modes.replace(" ", "").split(",")]
+        modes = [parse_mode(mode) for mode in arguments.mode.replace(" ", "").split(",")]
     for mode in modes:
         if mode not in programs:
             raise StrategyError(
