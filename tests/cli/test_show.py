@@ -252,4 +252,4 @@ def test_progress_without_a_terminal_is_a_line_per_interval(
         now[0] = 100.0 + second
         progress(f"judged {second}")
     progress.close()
-    assert capsys.readouterr().err == "judged 10\njudged 20\n"
+    assert capsys.readouterr().err == "judged 10, 10 s\njudged 20, 20 s\n"

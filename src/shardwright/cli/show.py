@@ -77,37 +77,25 @@ class ProgressLine:
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
         self._every = 0.1 if self._terminal else 10.0
         self._width = 0
-        self._phase, self._started = "", 0.0
+        self._started = time.monotonic()
         # A terminal shows the first state. A log shows only work that takes long.
-        self._due = 0.0 if self._terminal else time.monotonic() + self._every
+        self._due = 0.0 if self._terminal else self._started + self._every
 
     def __call__(self, state: Any) -> None:
-        """Show a state, at most once in the time between two lines.
+        """Show a state and the seconds since the start, at most once in the time between two lines.
 
-        A state with `doing`, `done` and `all`, as in a search, gets an estimate of what is left.
+        Candidates differ too much in cost to estimate the time that is left.
         """
         now = time.monotonic()
-        left = self._left(state, now)
         if now < self._due or sys.stderr is None:
             return
         self._due = now + self._every
-        text = visible(f"{state}{left}")
+        text = visible(f"{state}, {now - self._started:.0f} s")
         # A carriage return goes back to the first column, and the padding erases the rest of a
         # longer line before.
         sys.stderr.write(f"\r{text:<{self._width}}" if self._terminal else f"{text}\n")
         sys.stderr.flush()
         self._width = len(text)
-
-    def _left(self, state: Any, now: float) -> str:
-        doing = getattr(state, "doing", "")
-        if doing != self._phase:
-            self._phase, self._started = doing, now
-        if not doing or state.done < 2 or now <= self._started:
-            return ""
-        # The first state of a phase comes with `done` = 1.
-        seconds = (now - self._started) / (state.done - 1) * (state.all - state.done)
-        rest = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-        return f", about {rest} left"
 
     def close(self) -> None:
         """Clear the line of a terminal."""
