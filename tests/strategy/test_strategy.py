@@ -92,6 +92,15 @@ def test_unset_keys_are_not_written() -> None:
     assert Strategy.loads("version = 1\n").to_data() == {"version": 1}
 
 
+def test_repr_is_short_and_str_is_the_file() -> None:
+    strategy = Strategy.loads(SMALL)
+    assert len(repr(Strategy.preset("fsdp_tp"))) < 160
+    assert repr(Strategy(mesh={"dp": 2}, rules={"batch": "dp"})) == (
+        "<Strategy '' from data, mesh dp:2, 1 rules; print it to see all>"
+    )
+    assert Strategy.loads(str(strategy)) == strategy
+
+
 def test_equal_strategies_hash_alike() -> None:
     explicit, unsaid = (
         Strategy(version=1, name="", mesh={"dp": 2}, tensors=[]),

@@ -493,6 +493,18 @@ class Strategy(BaseModel):
         """Return the names of the presets."""
         return files.preset_names()
 
+    def __repr__(self) -> str:
+        # All keys would fill a screen, so only `str` shows them.
+        rules = sum(len(table) for _, table, _ in rule_tables(self.to_data()))
+        mesh = ",".join(f"{axis}:{size}" for axis, size in self.mesh.items())
+        return (
+            f"<Strategy {self.name!r} from {self.source() or 'data'}, mesh {mesh or 'none'}, "
+            f"{rules} rules; print it to see all>"
+        )
+
+    def __str__(self) -> str:
+        return self.dumps().rstrip("\n")
+
     def to_data(self) -> dict[str, Any]:
         """Return the keys that were set, as plain data."""
         # A default would override the strategy below in an overlay.
