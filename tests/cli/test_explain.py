@@ -23,8 +23,9 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 
 BAD = {
     "": (2, "", "usage: shardwright <command>"),
+    "plan config.json --mesh tp:2": (2, "`shardwright search` finds the best", ""),
     "explian": (2, "no command 'explian', did you mean 'explain'?", ""),
-    "explain BATCH": (2, "required: --strategy", ""),
+    "explain BATCH": (2, "required: --strategy\n  fix   add --strategy fsdp_tp, another", ""),
     "explain --strategy fsdp_tp --devices 8": (
         2,
         "nothing to explain\n  fix   give the axes of an array",

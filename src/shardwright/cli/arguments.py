@@ -19,7 +19,13 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors look like all others: the message and a fix, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"shardwright: {message}\n  fix   {self.prog} --help shows the options\n")
+        fix = f"{self.prog} --help shows the options"
+        if message.endswith("required: --strategy"):
+            fix = (
+                "add --strategy fsdp_tp, another preset or a file; `shardwright presets` lists the "
+                "presets,\n        and `shardwright search` finds the best strategy for a model"
+            )
+        self.exit(2, f"shardwright: {message}\n  fix   {fix}\n")
 
 
 def make_parser(name: str, what: str, *, epilog: str) -> argparse.ArgumentParser:
