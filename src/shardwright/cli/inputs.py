@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import AbstractMesh
 
@@ -21,13 +21,16 @@ from shardwright.mesh.build import (
     parse_mesh,
     resolve_sizes,
 )
-from shardwright.plan.hardware import Topology, parse_topology, read_hardware
 from shardwright.strategy.files import file_to_edit, strategy_names
 from shardwright.strategy.limits import MOST_ELEMENTS, has_too_many_elements
 from shardwright.vocabulary.annotations import stacked
 from shardwright.vocabulary.axes import EMPTY, canonical_axis
 from shardwright.vocabulary.layouts import LAYOUTS
 from shardwright.vocabulary.merged_dims import merged
+
+# `--help`, `presets` and `schema` read no slice, and need not wait for `plan`.
+if TYPE_CHECKING:
+    from shardwright.plan.hardware import Topology
 
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # `(?(1)\))` requires the closing parenthesis exactly if `stacked(` opened one.
@@ -212,6 +215,8 @@ def read_slice(name: str | None, hardware: str | None) -> Topology | None:
       ShardingError: There is no such slice, or there are chips without a slice.
     """
     if name is not None:
+        from shardwright.plan.hardware import parse_topology, read_hardware
+
         return parse_topology(name, read_hardware(hardware))
     if hardware is not None:
         what = "--hardware describes chips, but no --topology is given"
