@@ -94,8 +94,8 @@ class Problem:
         dim = "" if self.dim is None else f"dim {self.dim}"
         place = " ".join(visible(part) for part in (self.path, dim, self.axis) if part)
         what = _visible_lines(self.what)
-        # A message such as `heads must be a positive integer` already names its place. A leaf may
-        # have the name `a`.
+        # A message such as `heads must be a positive integer` already begins with its place. A leaf
+        # with the name `a` could also match the first word of a sentence.
         is_said = what.startswith((f"{place} ", f"{place}=")) and place != "a"
         lines = [what if is_said or not place else f"{place}: {what}"]
         lines += [f"  {line}" for line in snippet_lines(self.snippet)]
@@ -157,8 +157,8 @@ class ShardingError(ValueError):
         self.resolution = resolution
 
     def __getattr__(self, name: str) -> Any:
-        # `copy` and `pickle` read attributes before `__init__` has run. Without the second test,
-        # reading `problems` would call this method again without end.
+        # `copy` and `pickle` read attributes before `__init__` has run. Without the test of
+        # `__dict__`, reading `problems` would call this method again without end.
         if name in _PROBLEM_FIELDS and "problems" in self.__dict__:
             return getattr(self.problems[0], name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -331,7 +331,7 @@ def test_arguments_of_embedding_and_loss() -> None:
     cases: list[tuple[Callable[[], Any], str]] = [
         (
             entropy(softcap="30"),
-            f"softcap='30' {not_a_number}above 0\n  fix   leave it out for none",
+            f"softcap='30' {not_a_number}above 0\n  fix   leave softcap out for no cap",
         ),
         (
             entropy(z_loss="1e-4"),

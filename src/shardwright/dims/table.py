@@ -31,7 +31,8 @@ class FactorRole(enum.Enum):
     SUMMED = "summed"  # shards of the operand give partial sums
     # Shards of the operand give partial results, which are not combined by a sum.
     COMBINED = "combined"  # by another function than a sum, such as a maximum
-    PICKED = "picked"  # indices count along it, so that each device has some of the elements
+    # Each index selects along the factor, so each device has some of the selected elements.
+    PICKED = "picked"
     CHANGED = "changed"  # elements of the result need elements of other shards
 
 
@@ -114,7 +115,7 @@ def transpose(shape: DimSizes, permutation: tuple[int, ...]) -> Correspondence:
 def broadcast(old: DimSizes, new: DimSizes, places: tuple[int, ...]) -> Correspondence:
     """Return how the dims of a `broadcast_in_dim` correspond, given the new place of each dim."""
     operand = [(to,) if old[dim] == new[to] else () for dim, to in enumerate(places)]
-    adds = math.prod(old) == math.prod(new)  # it only adds dims of size 1
+    adds = math.prod(old) == math.prod(new)  # the broadcast only adds dims of size 1
     return _made(new, [operand], [[(dim,) for dim in range(len(new))]], adds=adds)
 
 

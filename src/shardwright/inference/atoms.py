@@ -166,7 +166,7 @@ def unify(left: AtomDim, right: AtomDim, on_conflict: Callable[[Atom, Atom], Non
                 return
             # Factors are major first, so the larger atom begins with the smaller one.
             larger.split(smaller.size, keep_name=smaller.is_shards)
-            # The atom that was split may occur on either side, also further to the right.
+            # The split atom may occur again, on either side, also further to the right.
             lefts, rights = finest(lefts), finest(rights)
             continue
         if first is not second:

@@ -109,8 +109,8 @@ def _scores(matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> Scores |
 
     positions = [any(map(is_position, side)) for side in (left, right)]
     heads = [atom for atom in _factors(matmul.batch) if atom.learned and not atom.name]
-    # In decode there is one query per sequence, so queries have no dim of positions. They may have
-    # groups.
+    # In decode, each sequence has one query, so the queries have no dim of positions. They may have
+    # dims of groups.
     sequence = {atom for atom in (*left, *right) if is_position(atom)}
     is_confirmed = any(not sequence.isdisjoint(_factors(each.contracted)) for each in following)
     is_decode = any(positions) and bool(heads) and is_confirmed
@@ -120,7 +120,8 @@ def _scores(matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> Scores |
         [atom for atom in side if not is_position(atom) and atom.name in ("", *_HEADS)]
         for side in (left, right)
     ]
-    # Keys have no groups. If both sides have other dims, this is no matmul of queries and keys.
+    # Keys have no groups. If both sides have dims that are not positions, this is no matmul of
+    # queries and keys.
     if all(groups):
         return None
     return Scores(

@@ -130,7 +130,8 @@ def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
         reasons = [f"{count} with {why}" for why, count in inferred.unconstrained.items()]
         raise StrategyError(
             f"no intermediate gets a constraint: {', '.join(reasons) or 'there are none'}",
-            fix="name the batch in the seed of every input, and open dims or guesses in sizes=",
+            fix="name the batch in the seed of every input, and name open dims and guesses with "
+            "sizes=",
         )
     return Constrained(forward=forward, inferred=inferred)
 
@@ -175,7 +176,8 @@ def _are_arrays(params: Any, leaves: int, inferred: Inferred) -> list[bool]:
     tree: Any = jax.tree.structure(params)
     try:
         own = [entry is not None for entry in tree.flatten_up_to(inferred.annotations)]
-    except ValueError:  # another tree of the same arrays, such as one without its functions
+    # a tree of the same arrays with another structure, such as one without its functions
+    except ValueError:
         own = [True] * tree.num_leaves
     return [*own, *[True] * (leaves - len(own))]
 

@@ -30,7 +30,8 @@ from shardwright.vocabulary.axes import (
 )
 from shardwright.vocabulary.merged_dims import axis_text, merged
 
-# Axis -> kind of an intermediate: the first of these axes that an intermediate has decides.
+# Axis -> kind of an intermediate. If an intermediate has several of these axes, the first one
+# decides.
 KINDS: Final = {
     VOCAB: "logits",
     MLP_INTERMEDIATE: "hidden dim of an MLP",
@@ -134,7 +135,7 @@ def _kind(names: list[str], output: Output) -> str:
     if is_sum and own != [EMBED]:
         return ""
     if output.primitive in _MATMULS and own == [EMBED] and not output.is_lookup:
-        return ""  # the sum with the residual stream gets the constraint
+        return ""  # the sum of this result and the residual stream gets the constraint
     if not set(own) <= {*KINDS, HEAD_DIM, GROUP}:
         return ""
     if GROUP in own:
@@ -201,8 +202,8 @@ def operations(jaxpr: Any) -> Iterator[str]:
         for value in equation.params.values():
             for each in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(each, _JAXPRS):
-                    # Without brackets, an equation that moves out of a loop would leave the same
-                    # text.
+                    # Brackets mark the body of a loop. Without these, the text would be equal if an
+                    # equation moved out of the loop.
                     yield "("
                     yield from operations(getattr(each, "jaxpr", each))
                     yield ")"

@@ -152,7 +152,8 @@ class GivenSizes:
             axis, reason = self._given(place, size)
             if axis is not None and (entry.guess or entry.is_open):
                 entries[at] = Spelled(axis, Evidence(reason))
-            # `spell` may rename the EMBED of a vector to NORM. This does not contradict the caller.
+            # `spell` may rename the EMBED of a vector to NORM. In this case, the place and the axis
+            # differ, but do not contradict each other.
             elif place not in (None, entry.axis) and entry.evidence.reason != _BY_PLACE:
                 raise StrategyError(
                     f"sizes names dim {at} {axis_text(place)}, and the program uses it as "

@@ -66,7 +66,7 @@ RULES: Final[dict[str, Callable[[InferenceStep], list[ArrayFacts]]]] = {
     "while": control.while_loop,
 }
 _SCALAR: Final = ArrayFacts(dims=())
-_BACKWARD: Final = "transpose("  # in the scope of what `jax.grad` transposes
+_BACKWARD: Final = "transpose("  # part of the scope of operations that `jax.grad` transposes
 _JAX: Final = f"{Path(jax.__file__ or '').resolve().parent}{os.sep}"
 
 

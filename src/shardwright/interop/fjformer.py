@@ -108,7 +108,8 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
     """
     _check_specs(partition_specs, PartitionSpec)
     mesh = current_mesh()
-    # fjformer has the same test, so that a model for a mesh also runs on a laptop.
+    # Like fjformer, ignore specs whose mesh axes are absent, so that a model for a mesh also runs
+    # on a laptop.
     if mesh is None or not current_mesh_has(*get_names_from_partition_spec(partition_specs)):
         return x
     # A `PartitionSpec` is a leaf, and covers all arrays below its place.
@@ -194,8 +195,8 @@ def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
     specs: list[Any] = []
     for (key_path, leaf), annotation in zip(leaves, annotations, strict=True):
         path, shape = path_text(key_path), np.shape(leaf)
-        # fjformer tests this before it looks for a rule, so such an array needs none.
-        # The product over no dims is 1, so scalars are among them.
+        # fjformer tests the size before it looks for a rule, so an array of one element needs no
+        # rule. The product over no dims is 1, so scalars are among these arrays.
         if np.prod(shape, dtype=int) == 1:
             specs.append(PartitionSpec())
         elif path in unmatched:

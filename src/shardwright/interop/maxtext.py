@@ -259,7 +259,7 @@ def _read_with_bases(path: Path) -> _MaxTextConfig:
             raise StrategyError(what, path=chain[-1].name, fix=fix)
         if base.resolve() in chain:
             names = " -> ".join(each.name for each in [*chain, base])
-            raise StrategyError(f"base_config forms a cycle: {names}", fix="remove one of them")
+            raise StrategyError(f"base_config forms a cycle: {names}", fix="remove one base_config")
         chain.append(base.resolve())
         # The base of all bases is read last, and applied first.
         layers.insert(0, _read(base))
@@ -341,7 +341,9 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
     given = values.get("num_slices")
     count = 1 if given is None else as_integer(given)
     if count is None:
-        raise StrategyError(f"num_slices must be an integer, got {given!r}", fix="write 4, or -1")
+        raise StrategyError(
+            f"num_slices must be an integer, got {given!r}", fix="write a number of slices, or -1"
+        )
     # -1 lets MaxText count the slices of its devices, which are not known here.
     slices = max(count, 1)
     if slices == 1 and (ignored := {axis: size for axis, size in across.items() if size > 1}):
@@ -387,5 +389,7 @@ def _filled(across: Mapping[str, int], slices: int) -> dict[str, int]:
     if len(free) > 1 or slices % known or (not free and known != slices):
         sizes = ", ".join(f"{axis}={size}" for axis, size in across.items() if size != 1)
         what = f"the dcn sizes {sizes or 'are all 1, which'} do not fit {slices} slices"
-        raise StrategyError(what, fix=f"make their product {slices}; one of them may be -1")
+        raise StrategyError(
+            what, fix=f"make the product of the dcn sizes {slices}; one size may be -1"
+        )
     return {axis: slices // known if size == -1 else size for axis, size in across.items()}

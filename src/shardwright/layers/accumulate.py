@@ -139,7 +139,8 @@ def accumulate(
         if is_shard((size,), (BATCH,)):
             raise LayerError(
                 "accumulate is called inside a shard_map that splits the batch",
-                fix="call it outside: it runs a shard_map of its own over the mesh axes of BATCH",
+                fix="call accumulate outside: it runs a shard_map of its own over the mesh axes "
+                "of BATCH",
             )
         if wrong := [leaf for leaf in jax.tree.leaves(channel) if np.shape(leaf)[:1] != (n,)]:
             raise LayerError(
@@ -232,7 +233,7 @@ class _AccumulationStep:
         else:
             sums, (sent, seen) = self._scan(params, batch, channel, key)
         loss, grads = sums
-        # If no token counts, the total and its gradients are 0, and are divided by 1.
+        # If no token counts, the total and its gradients are 0. Divide these by 1.
         divisor = jnp.where(loss.weight == 0, 1, loss.weight)
         leaves, structure = jax.tree.flatten(params)
         given = iter(grads)
@@ -254,7 +255,8 @@ class _AccumulationStep:
         mesh = _jax.ambient_mesh() or manager.mesh
         if set(mesh.axis_types) != {AxisType.Explicit}:
             return frozenset()
-        # All mesh axes divide `mesh.size`, so only the rule of QUERY_LENGTH decides.
+        # The length `mesh.size` divides over all mesh axes, so only the rule of QUERY_LENGTH
+        # decides.
         found = manager.explain(QUERY_LENGTH, shape=(mesh.size,)).decisions
         length = [axis for decision in found for axis in decision.mesh_axes]
         tokens = {axis for axis in (*self.axes, *length) if manager.sizes[axis] > 1}
@@ -287,7 +289,7 @@ class _AccumulationStep:
     def _refused(self, *given: Any) -> str | None:
         """Return the path of a weight that JAX refuses if its type is reduced, or None."""
         paths = [path for path, trained in zip(self.paths, self.trained, strict=True) if trained]
-        for path in ("", *paths):  # first with no weight reduced
+        for path in ("", *paths):  # first, with no weight reduced
             step = dataclasses.replace(self, only=path)
             try:
                 jax.eval_shape(step._scan, *given)
@@ -508,8 +510,8 @@ def _reduce(total: Any, stored: Any) -> Any:
     """Add an unreduced sum over devices, to the shards of a stored weight."""
     spec, owed = jax.typeof(stored).sharding.spec, jax.typeof(total).sharding.spec.unreduced
     rest = frozenset(_missing(tuple(owed), spec))
-    # In one reshard, XLA adds whole sums over all mesh axes, and then cuts them. So the shards of
-    # FSDP come first: only they are added over the other mesh axes.
+    # A single reshard would make XLA add whole sums over all mesh axes, and then cut them. So
+    # reduce to the shards of FSDP first: then only these shards are added over the other mesh axes.
     return jax.reshard(jax.reshard(total, PartitionSpec(*spec.partitions, unreduced=rest)), spec)
 
 
@@ -534,9 +536,10 @@ def _refused_weight(path: str, axes: Iterable[str]) -> LayerError:
         f"JAX refuses an operation of this weight, which is reduced over {'+'.join(sorted(axes))}: "
         "its gradient is summed after the last microbatch only",
         path=path,
-        fix='use it in matmuls, such as sw.einsum("bse,e->bse", x, scale, out=...) for x * scale; '
-        'or let each microbatch sum, as fp8 must: with gather="each" if FSDP stores weights, else '
-        "on Auto mesh axes",
+        fix='use the weight in matmuls, such as sw.einsum("bse,e->bse", x, scale, out=...) for x '
+        "* scale; "
+        'or sum in each microbatch, as fp8 needs: pass gather="each" if FSDP stores weights, else '
+        "use Auto mesh axes",
     )
 
 

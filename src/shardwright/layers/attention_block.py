@@ -55,7 +55,7 @@ NEW_ROWS = (BATCH, QUERY_LENGTH, KV_HEAD, KV_HEAD_DIM)
 
 
 def _read_window(_: str, window: Any) -> tuple[Any, Faults]:
-    MaskRules(window=window)  # refuses what is not a window
+    MaskRules(window=window)  # refuses an invalid window
     return window, []
 
 

@@ -35,7 +35,7 @@ def closed_over_keys(function: Callable[..., Any]) -> list[str]:
         part = inspect.unwrap(part)
         part = getattr(part, "__func__", part)  # the function of a method
         if isinstance(part, types.FunctionType) and id(part) not in known:
-            # Search a function once, because functions may name each other in a circle.
+            # Search each function only once, because two functions may refer to each other.
             known.add(id(part))
             home = part.__globals__ if home is None else home
             # Functions of other modules, such as those of a library, are not searched.

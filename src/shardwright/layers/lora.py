@@ -32,7 +32,9 @@ class LoraConfig:
     """
 
     rank: Annotated[int, integer(fix="pass a positive integer, rank=32")] = 32
-    alpha: Annotated[float, number("positive", fix="leave it out for a factor of 1")] | None = None
+    alpha: Annotated[float, number("positive", fix="leave {name} out for a factor of 1")] | None = (
+        None
+    )
 
     def __post_init__(self) -> None:
         read_fields(self, error=LayerError)

@@ -32,7 +32,7 @@ from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.read import instance, number, read_value
 
 Z_LOSS: Final = number("not negative", fix="pass 1e-4, or 0 for none")
-SOFTCAP: Final = number("positive", fix="leave it out for none")
+SOFTCAP: Final = number("positive", fix="leave {name} out for no cap")
 TIED: Final = instance(bool)
 
 LOGITS = (BATCH, QUERY_LENGTH, VOCAB)
@@ -191,7 +191,7 @@ def cross_entropy(
     # If all tokens are ignored, the loss is 0 and not 0 / 0.
     tokens = jnp.maximum(count, 1).astype(jnp.float32)
     entropy = entropy / tokens
-    # Without the branch, a loss without z-loss would still compute it.
+    # Without this branch, a loss without z-loss would still compute the z-loss.
     square = z_loss * square / tokens if z_loss else jnp.zeros((), jnp.float32)
     return Loss(mean=entropy + square, cross_entropy=entropy, z_loss=square, tokens=count)
 
@@ -297,7 +297,7 @@ def _by_chunks(sums: Any, x: Any, labels: Any, weight: Any, chunks: int) -> Any:
     # Without `jax.checkpoint`, the scan would keep the logits of every chunk for the backward pass.
     @jax.checkpoint
     def step(carry: Any, at: Any) -> tuple[Any, None]:
-        # Index the chunks: as `xs` of the scan they would have dim 0, and x would be copied for it.
+        # Index the chunks. As `xs` of the scan, the chunks would need dim 0, and x would be copied.
         part = sums(
             jax.lax.dynamic_index_in_dim(x, at, 2, keepdims=False),
             jax.lax.dynamic_index_in_dim(labels, at, 2, keepdims=False),
@@ -357,5 +357,5 @@ def _check_labels(x: Any, labels: Any, chunks: int) -> None:
         raise RankMismatchError(
             f"chunks={chunks} does not divide the {what}",
             path="chunks",
-            fix="pass a number that divides it, such as 1",
+            fix="pass a number that divides the length, such as 1",
         )

@@ -162,5 +162,6 @@ def _check(x: Any, **params: Any) -> None:
             f"x and scale vary over {'+'.join(names)}, which shards EMBED: the mean would be that "
             "of a shard",
             path="x",
-            fix="gather x and scale over it first, or call the norm outside of the shard_map",
+            fix=f"gather x and scale over {'+'.join(names)} first, or call the norm outside of "
+            "the shard_map",
         )

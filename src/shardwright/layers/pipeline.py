@@ -128,7 +128,8 @@ def read_stack(
     if is_inside_shard_map():
         raise LayerError(
             "a pipeline is called inside a shard_map",
-            fix='call it outside; instead of accumulating, write more microbatches; or schedule = "'
+            fix="call the pipeline outside; instead of accumulating, write more microbatches; or "
+            'schedule = "'
             'none" under [pipeline]',
         )
     batch = jax.tree.leaves(x)[0].shape[0]

@@ -167,7 +167,7 @@ def use(params: Any, specs: Any, *, path: str | None = None) -> Any:
       specs: The `ArraySpec`s of `params`.
       path: Path of the tree in the model, required if the strategy has `[[tensors]]` entries.
     """
-    # A weight is used under another spec than it is stored under: rules with FSDP gather it here.
+    # A used weight has another spec than a stored one: rules with FSDP gather it here.
     manager = context.current()
     return params if manager is None else manager.gather(params, specs, path=path)
 

@@ -125,7 +125,7 @@ def _check(x: Any, positions: Any, theta: Any, frequencies: Any, scale: Any) -> 
         read_value("theta", theta, THETA, error=LayerError)
     if theta is not None and frequencies is not None:
         what = "theta and frequencies are given, and each decides the angles"
-        raise LayerError(what, path="theta", fix="pass one of them")
+        raise LayerError(what, path="theta", fix="pass only one of the two")
     _check_frequencies(() if frequencies is None else frequencies, scale, shape[-1] // 2)
 
 

@@ -118,7 +118,7 @@ def _linear(f: Any, theta: float, values: _Values) -> _ScaledRope:
 def _llama3(f: Any, theta: float, values: _Values) -> _ScaledRope:
     factor, first = values.number("factor"), values.number(_FIRST)
     low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
-    rotations = first * f / (2 * math.pi)  # of each frequency, over the original context
+    rotations = first * f / (2 * math.pi)  # rotations of each frequency over the original context
     # `clip` gives the results of two branches of Meta's code: with more than `high` rotations, keep
     # f, and with fewer than `low`, divide f by the factor.
     kept = np.clip((rotations - low) / (high - low), 0, 1)
@@ -150,7 +150,7 @@ def _yarn(f: Any, theta: float, values: _Values) -> _ScaledRope:
         # The temperature of the logits in YaRN: sqrt(1 / t) = 0.1 ln(factor) + 1.
         return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
-    # DeepSeek's configurations have these two weights.
+    # DeepSeek's configurations have the weights `mscale` and `mscale_all_dim`.
     weights = values.pop("mscale", 0), values.pop("mscale_all_dim", 0)
     scale = of_logits(weights[0]) / of_logits(weights[1]) if all(weights) else of_logits(1)
     return f / factor * slower + f * (1 - slower), values.number("attention_factor", scale)

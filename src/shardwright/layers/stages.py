@@ -238,7 +238,7 @@ class Stages:
         on = [(stage, stage + 1) for stage in range(stages - 1)]
         if repeats > 1:
             on.append((stages - 1, 0))
-        # Only what a stage reads is kept for the backward pass. Everything else here is linear.
+        # For the backward pass, keep only what a stage reads. The other operations here are linear.
         run = jax.checkpoint(self.chunk, prevent_cse=False)
 
         def tick(carry: Any, number: Any) -> tuple[Any, Any]:

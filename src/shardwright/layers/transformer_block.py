@@ -789,6 +789,7 @@ def _check_rings(config: TransformerConfig, caches: list[KVCache]) -> None:
             raise LayerError(
                 f"layer {number} attends to all tokens, and its cache keeps {cache.spec.window}",
                 path="caches",
-                fix='create its cache with attention_block.init_cache(config.attention, "dense", '
+                fix="create the cache of this layer with "
+                'attention_block.init_cache(config.attention, "dense", '
                 "batch=..., capacity=...)",
             )

@@ -218,7 +218,8 @@ def weights_move(subject: Subject) -> Iterator[Finding]:
                 message=f"weights with {axis_label(axis)} are sharded differently "
                 f"in {mode} ({texts[0]}) and in decode ({texts[1]}): "
                 "a server would move them or keep two copies",
-                fix="give them one rule, under [params], or serve each mode in its own process",
+                fix="give these weights one rule, under [params], or serve each mode in its own "
+                "process",
             )
 
 
@@ -235,7 +236,8 @@ def _moved(subject: Subject, axis: str, mode: str) -> bool:
     if not subject.exact:
         return bool(answers)
     mesh_axes = {
-        # `answers` has all modes of one tensor, then of the next: the quotient numbers them.
+        # `answers` has all modes of one tensor, then all modes of the next one. So the quotient is
+        # the number of the tensor.
         (at // len(MODES), mode_name(answer.mode)): [
             decision.mesh_axes for decision in answer.resolution.decisions
         ]

@@ -82,7 +82,7 @@ def gathered_in_decode(subject: Subject) -> Iterator[Finding]:
     for axis, rule in subject.rules.params[2]:
         if axis in NO_PARAMETER_HAS or not _has_parameter(subject, axis):
             continue
-        # A gathered mesh axis stays if activations have it too; see `Decider.gathered`.
+        # A gathered mesh axis stays in use if activations have it too; see `Decider.gathered`.
         in_use = _activation_axes(subject, axis, MODE_DECODE)
         for name in rule.mesh_axes:
             is_gathered = name in subject.rules.policy.gather and name not in in_use

@@ -16,7 +16,7 @@ from shardwright.resolution.free_axes import policy_notes
 from shardwright.resolution.resolver import explain
 from shardwright.vocabulary.axes import PARALLELISM_AXES, STANDARD_MESH_AXES, Role
 
-# Key of the policy -> the code of its finding, and the fix.
+# Key of the policy -> the code of the finding about it, and the fix.
 _ADDED: Final = {
     "zero1": (
         Code.IDLE_ZERO1,
@@ -155,7 +155,7 @@ def idle_policies(subject: Subject) -> Iterator[Finding]:
         answers: list[Resolution] = []
         if not any(subject.live(candidate) for candidate in rule.candidates):
             if not subject.own_mesh:
-                continue  # a mesh that is given for the check may be one of several
+                continue  # the given mesh may be one of several, so a rule may not need it
             names = ", ".join(rule.mesh_axes)
             why = f"the mesh has no axis of more than one device among {names}"
         else:
@@ -264,7 +264,7 @@ def dcn_order(subject: Subject) -> Iterator[Finding]:
     seen: set[tuple[str, int]] = set()
     for answer in subject.answers:
         for decision in answer.resolution.decisions:
-            # The candidates of single rules are checked above, where they are written.
+            # Rules of single axes are checked above, where their candidates are written.
             is_composite = decision.rule is not None and len(decision.rule.members) > 1
             pair = _minor(subject, decision.mesh_axes) if is_composite else ()
             if pair and (answer.tensor.path, decision.dim) not in seen:

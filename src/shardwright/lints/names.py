@@ -73,8 +73,8 @@ def lint_names(annotations: Any, inferred: Inferred) -> tuple[Finding, ...]:
         )
         for conflict in inferred.conflicts
     ]
-    # In a program with KV heads, inference distinguishes HEAD from KV_HEAD. In other programs they
-    # are one axis.
+    # In a program with KV heads, inference distinguishes HEAD from KV_HEAD. In other programs, the
+    # two are one axis.
     named = {name for dim in inferred.evidence for name in _inferred_names(dim)}
     synonyms = _SYNONYMS if KV_HEAD in named else (*_SYNONYMS, _EQUAL_HEADS)
     for dim in inferred.evidence:
@@ -200,7 +200,7 @@ def _differing(
             code=Code.OTHER_NAME,
             severity=Severity.NOTE if EMPTY in (name, other_name) else Severity.WARNING,
             message=f"the program uses this dim and {place} as one dim, and their names differ",
-            fix=f"give both the same name: {annotated.label} or {other_dim.label}",
+            fix=f"give both dims the same name: {annotated.label} or {other_dim.label}",
             source=dim.evidence.source,
             key=dim_key(dim.path, dim.dim, annotated.label),
         )

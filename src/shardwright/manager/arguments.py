@@ -86,7 +86,7 @@ def check_rules_on_mesh(rules: AxisRules, sizes: Mapping[str, int]) -> None:
         problems.append(problem)
     named = ", ".join(rules.named_mesh_axes()) or "no mesh axis"
     is_axis = any(rule.ref.source == "PartitionAxis" for _, rule in rules.activations[0])
-    # Nothing is sharded over an axis that no rule names.
+    # If no rule names a mesh axis, nothing can be sharded over it.
     for axis in unnamed_mesh_axes(rules, sizes):
         what = f"no rule names the mesh axis {axis}={sizes[axis]}, so everything would be "
         what += f"replicated over it; the rules name {named}"

@@ -161,7 +161,7 @@ def check_kept(x: Any, *, path: str = "") -> None:
     wide: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     if wide or isinstance(x, (jax.Array, jax.core.Tracer)):
         return
-    # Compare exact types, because a bool is an int too, and is not cast.
+    # Compare exact types: a bool is also an int, but is not cast to a float.
     plain = _PYTHON.get(type(x))
     dtype = getattr(x, "dtype", None) if plain is None else np.dtype(plain)
     if not isinstance(dtype, np.dtype) or dtype.name not in _HALVES or not np.size(x):

@@ -31,7 +31,8 @@ APART: Final = jax.make_user_context(default_value=None)  # a new object makes J
 INPUTS: Final = jax.make_user_context(default_value=None)  # the inputs of a `pm.shard_map`
 SETTINGS: Final = jax.make_user_context(default_value=None)  # settings of a bridge for its modules
 RULES: Final = jax.make_user_context(default_value=None)  # state of flax and haliax
-TARGET: Final = jax.make_user_context(default_value=None)  # a platform that this machine may lack
+# a platform whose devices this machine may lack
+TARGET: Final = jax.make_user_context(default_value=None)
 
 
 class Key(frozenset[Hashable]):
@@ -80,7 +81,7 @@ class Key(frozenset[Hashable]):
         entry = _FLOW.get()
         found = _applying() if entry is None or entry.is_left else entry
         if isinstance(found, NoManagerError):
-            return False  # JAX traces, and the request inside the trace raises the error
+            return False  # JAX traces again, and the request in the new trace raises the error
         applies = None if found is None else found.key.values
         return applies is values or applies == values
 
@@ -254,7 +255,7 @@ def _applying() -> _EnteredManager | NoManagerError | None:
         return NoManagerError(
             f"this code was started inside the with block of {flow.manager!r}, and runs after the "
             "block has ended",
-            fix="enter it here, with pm: ..., or wait for this code inside the with block",
+            fix="enter the manager here, with pm: ..., or wait for this code inside the with block",
         )
     others = (entry for entry in reversed(stack) if entry is flow or not _is_of_another_task(entry))
     last = next(others, None)
@@ -266,10 +267,10 @@ def _applying() -> _EnteredManager | NoManagerError | None:
         return NoManagerError(
             f"the ambient manager is {stack[-1].manager!r}, entered by another task of this "
             "thread, which has not left it",
-            fix="enter it around the call, with pm: ..., without an await inside",
+            fix="enter the manager around the call, with pm: ..., without an await inside",
         )
     if last is None or last.manager is flow.manager:
-        return flow  # if last is None, the manager was entered in the thread that started this one
+        return flow  # without `last`, the manager was entered in the thread that started this one
     return NoManagerError(
         f"the ambient manager is {last.manager!r}, entered elsewhere in this thread; "
         f"{flow.manager!r} was entered here",
@@ -313,9 +314,8 @@ def current() -> Any:
         return None
     if (entry.task is not None or not key.asked) and _jax.in_trace():
         key.asked = True
-        # The program that is being traced is cached under the old key. The next look-up has the
-        # fresh key, so it finds the program only by `__eq__`, which checks the manager that
-        # applies.
+        # The program that is being traced is cached under the old key. The next lookup uses the
+        # fresh key, so it must call `__eq__`, which checks the manager that applies.
         last = _ENTERED.stack[-1]
         if last.task is not None:
             last.key = key.fresh()

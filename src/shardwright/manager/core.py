@@ -118,8 +118,8 @@ class Manager:
             "sizes": mesh_sizes(mesh),
             "cache": Recent(),
             "_modes": modes,
-            # JAX's key, and whether an entry has been compared with the other processes. The cache
-            # may forget values, but these must last.
+            # Values that must last, unlike those of the cache: JAX's key, and whether an entry has
+            # been compared with the other processes.
             "_once": {},
             "_uniform": len(set(mesh.axis_types)) == 1,
             "_hash": hash((rules, mesh, mode, effect)),
@@ -141,7 +141,7 @@ class Manager:
             and self.mode == other.mode
             and self.effect == other.effect
             and self.mesh == other.mesh
-            # The rules come last, because their tables take longest to compare.
+            # Compare the rules last, because their tables take longest.
             and self.rules == other.rules
         )
 
@@ -186,7 +186,7 @@ class Manager:
             note = _EXPLICIT_NOTE
         elif _jax.mixes_memories(error):
             note = _MEMORY_NOTE
-        # The error passes through each `with pm:` that encloses it.
+        # The error passes through each enclosing `with pm:`, so add the note only once.
         if note and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 
@@ -215,7 +215,8 @@ class Manager:
 
     def _make_key(self) -> context.Key:
         """Return the manager's part of JAX's cache keys. Equal managers have equal keys."""
-        # JAX never frees a key. A digest does not keep the rules or their resolutions alive.
+        # JAX never frees a key, so a key has only a digest of the rules: it does not keep the rules
+        # or their resolutions alive.
         values = (self.rules.fingerprint(), self.mesh, self.mode, self.effect.token)
         key: context.Key = self._once.setdefault("key", context.key_of(values, repr(self)))
         return key
@@ -230,7 +231,7 @@ class Manager:
         if parsed == self.mode:
             return self
         if parsed not in self._modes:
-            # The new manager adds itself, unless another thread was first.
+            # The new manager adds itself to `_modes`, unless another thread was first.
             self.having(mode=parsed, modes=self._modes)
         return self._modes[parsed]
 

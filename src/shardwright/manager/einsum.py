@@ -135,8 +135,9 @@ def _sharded(matmul: _Contraction, operands: tuple[Any, ...], out: Any, mode: st
     mesh = _jax.ambient_mesh() or manager.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return place(manager, matmul(*operands), (out,), mode)
-    # The spec depends on the shape of the result. With P(), JAX accepts every matmul here. A bare
-    # spec would need an ambient mesh, and a manager that is entered inside a trace sets none.
+    # The spec depends on the shape of the result, so first evaluate that shape with P(), with which
+    # JAX accepts every matmul here. A bare spec would need an ambient mesh, and a manager that is
+    # entered inside a trace sets none.
     whole: Any = NamedSharding(mesh, PartitionSpec())
     result = jax.eval_shape(functools.partial(matmul, out_sharding=whole), *operands)
     decided = decide_array(manager, ShardingRequest(read_annotation((out,)), result.shape, mode))

@@ -113,8 +113,8 @@ class Argument:
         for path, above, leaf, sharding, array in self._arrays(value):
             shape = np.shape(array)
             try:
-                # An array or a `ShapeDtypeStruct` in place of an annotation has only a sharding to
-                # check.
+                # If `leaf` is an array or a `ShapeDtypeStruct`, it is no annotation: only its
+                # sharding is checked.
                 if is_annotation(leaf):
                     # Pass the path of the annotation, because `[[tensors]]` entries match it.
                     check(leaf, shape, self.path(above))

@@ -48,7 +48,7 @@ class AllGather:
         """Gather a value."""
         if self.moves:
             w = jax.lax.ppermute(w, self.order, self.moves)
-        # For JAX, the result still varies over the gathered axes. If it were marked as invariant,
+        # JAX's types say that the result still varies over the gathered axes. If it were invariant,
         # the transpose would be an all-reduce instead of a reduce-scatter.
         return jax.lax.all_gather(w, self.axes, axis=self.dim, tiled=True)
 
@@ -127,7 +127,7 @@ def plan_gather(
     )
     ambient = _jax.ambient_mesh()
     kinds = set(() if ambient is None else ambient.axis_types)
-    # JAX accepts only the constraint P() if all mesh axes are Manual, so no placement is made.
+    # If all mesh axes are Manual, JAX accepts only the constraint P(), so make no placement.
     if kinds == {AxisType.Manual}:
         return ManualGather(gathers=gathers, stored=None, between=None, use=None)
     raise_problems(late_manual_problems(_marked(use, weight)), resolution=use)

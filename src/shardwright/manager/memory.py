@@ -41,7 +41,7 @@ def host_kind(mesh: Mesh | AbstractMesh, rule: RuleRef | None, path: str = "") -
         f"{'several kinds of it' if hosts else 'none'}: its memory kinds are {', '.join(kinds)}",
         path=path,
         rule=str(rule or ""),
-        fix='write "device" there, or pass memory_kind=',
+        fix='write "device" in the rule, or pass memory_kind=',
     )
 
 

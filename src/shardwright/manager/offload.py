@@ -306,7 +306,7 @@ def _read_by_results(jaxpr: Any, inputs: Sequence[frozenset[int]]) -> list[froze
     for equation in jaxpr.eqns:
         operands = list(map(of, equation.invars))
         results = [frozenset[int]().union(*operands)] * len(equation.outvars)
-        # optax jits functions of whole trees. Loops and branches count as a whole.
+        # optax jits functions of whole trees, so look inside. Loops and branches count as a whole.
         inner = bodies(equation)
         if len(inner) == 1 and inner[0].runs is Runs.ONCE:
             results = _read_by_results(inner[0].jaxpr, inner[0].of_operands(operands))

@@ -97,7 +97,8 @@ def place(
         if key is not None:
             manager.cache.keep(key, decided)
     if strict and decided.manual is not None:
-        # The check reads the type of this value, so its result is not part of the cached decision.
+        # `check_varying` reads the type of this value, so its result cannot be part of the cached
+        # decision.
         check_varying(x, decided.manual, path)
     if traced:
         return manager.effect.place(x, decided)
@@ -145,8 +146,9 @@ def path_required(
     if not rules.tensors or (isinstance(annotation, PartOf) and annotation.path):
         return []
     dims = request.dims(rules) if local is None else lower_local(annotation, local, rules)
-    # `pm.init` and `pm.shardings` know the path of each leaf and apply such an entry. Here it would
-    # be ignored, and the weight would be gathered from another sharding than its own.
+    # `pm.init` and `pm.shardings` know the path of each leaf, and apply an entry that matches the
+    # path. Here the entry would be ignored, and the weight would be gathered from another sharding
+    # than its own.
     names = {name for dim in dims for name in (*dim.axes, dim.semantic_axis)}
     for entry in rules.tensors:
         for axis, rule in entry.rules:

@@ -61,7 +61,7 @@ def _policy(manager: Manager, names: tuple[str, ...], *, dots: bool) -> RematPol
         of_dots = policies.offload_dot_with_no_batch_dims(DEVICE, kind)
 
     def policy(primitive: Any, *avals: Any, **parameters: Any) -> Any:
-        # `save_from_both_policies` of JAX takes no policy that offloads.
+        # JAX's `save_from_both_policies` does not combine policies that offload.
         chosen = by_name if primitive.name == "name" else of_dots
         return chosen(primitive, *avals, **parameters)
 

@@ -147,9 +147,9 @@ class SemanticShardMap:
                 for leaf, spec in zip(leaves, specs, strict=True)
             ]
             local = jax.tree.unflatten(structure, vary)
-            # `dims`, leaves and specs have one order, since the specs have the arguments'
-            # structure. INPUTS is part of JAX's cache keys, so a function that is jitted inside `f`
-            # is traced again for other inputs.
+            # `dims`, leaves and specs have the same order, since the specs have the structure of
+            # the arguments. INPUTS is part of JAX's cache keys, so a function that is jitted inside
+            # `f` is traced again for other inputs.
             with context.INPUTS(inputs_of(dims, jax.tree.leaves(local), specs)):
                 return self.f(*local)
 
@@ -273,8 +273,9 @@ class SemanticShardMap:
             if decision.outcome is Outcome.UNCONSTRAINED:
                 problems.append(_open(path, decision))
             elif dim.axes:
-                # `sizes` has the global sizes of single axes. A dim that an outer `shard_map` has
-                # split has a local size, and a composite has a product of sizes.
+                # `sizes` has the global sizes of single axes. Do not compare a dim that an outer
+                # `shard_map` has split, whose size is local, or a composite, whose size is a
+                # product.
                 local = decision.manual or len(dim.axes) > 1
                 size = None if local else self.sizes.get(dim.axes[0])
                 if size is not None and size != decision.size:

@@ -45,7 +45,7 @@ def place_for_shard_map(
 
     def place(x: Any, spec: PartitionSpec) -> Any:
         placed = constraint.place(x, constraint.make_placement(spec, mesh, ambient))
-        # JAX refuses an argument that is reduced where its spec is not.
+        # JAX refuses an argument that is reduced over a mesh axis if its spec in `specs` is not.
         kept = jax.typeof(placed).sharding.spec
         if keep_reduced or not kept.reduced:
             return placed
@@ -136,9 +136,9 @@ def nested_shard_map(
 
         def forward(floats: list[Any], others: list[Any]) -> Any:
             mapped = _over_rest(local, (float_specs, other_specs), out_specs)
-            # Make it one equation, which a scan over layers does not split. Otherwise the scan
-            # would move the part that depends on no float out of the loop, with residuals that XLA
-            # refuses.
+            # `jax.checkpoint` makes the function one equation, which a scan over layers does not
+            # split. Otherwise the scan would move the part that depends on no float out of the
+            # loop, with residuals that XLA refuses.
             return jax.checkpoint(mapped)(floats, others)
 
         def backward(saved: Any, cotangents: Any) -> Any:

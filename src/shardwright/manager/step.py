@@ -116,7 +116,7 @@ def jit_step(
         # abstract mesh. Here `in_shardings` name them.
         mesh = (_jax.ambient_mesh() or manager.mesh).abstract_mesh
         with manager, jax.sharding.use_abstract_mesh(mesh):
-            # `out_shardings` move it back to the host.
+            # `out_shardings` move the state back to the host.
             moved = state if keeps_params else memory.fetch(state, state_shardings)
             result = step(moved, *inputs)
         if not (isinstance(result, tuple) and len(result) == 2):

@@ -57,8 +57,8 @@ def _gather(manager: Manager, w: Any, request: ShardingRequest) -> Any:
     annotation, shape = request.annotation, request.shape
     if isinstance(annotation, ArraySpec):
         shape = annotation.shape if shape is None else shape
-        # Call this for its error: the shape must be that of the spec. Inside `shard_map` the value
-        # is a shard, so only a shape that the caller passes can be compared.
+        # `lower` raises an error if the shape is not that of the spec. Inside `shard_map` the value
+        # is a shard, so compare only a shape that the caller passes.
         lower(annotation, as_shape(shape) if ambient.manual_axes else local)
         annotation = annotation.axes
     shape = None if shape is None else as_shape(shape)
@@ -70,7 +70,7 @@ def _gather(manager: Manager, w: Any, request: ShardingRequest) -> Any:
             w = jax.device_put(w, jax.memory.Space.Device)
         request = request._replace(annotation=annotation, shape=shape)
         varying = _jax.varying_axes(w) if _jax.tracks_varying() else None
-        # `find_split` reads both values. Neither follows from the local shape.
+        # `find_split` reads `varying` and INPUTS, which do not follow from the local shape.
         key = (*key, varying, context.INPUTS.value)
         plan = manager.cache[key]
         if plan is None:

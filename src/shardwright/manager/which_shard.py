@@ -320,8 +320,8 @@ def _fitting(weight: Weight, axes: list[str]) -> list[Split]:
         )
         if resolution.problems:
             failed.append(resolution)
-        # A trial has the mesh axes in the order of the mesh, and `split` in that of the rule, major
-        # first. So compare them without order, and keep the one with the order of the rule.
+        # A trial has the mesh axes in the order of the mesh, and `split` has them in the order of
+        # the rule, major first. So compare without order, and keep `split`.
         elif list(map(sorted, split)) == list(map(sorted, trial)):
             fitting.append(split)
     if fitting:

@@ -363,8 +363,8 @@ def default_dcn(spec: MeshSpec, count: int, *, group: str = "slice") -> tuple[in
     for axis in _SLICE_AXES:
         if sizes.get(axis, 1) % count == 0:
             return tuple(count if name == axis else 1 for name in spec.names)
-    # No single axis suffices: dp:4,fsdp:4 over 16 hosts. The outermost axis takes as many slices as
-    # it can.
+    # No single axis suffices, as for dp:4,fsdp:4 over 16 hosts. So let the outermost axis take as
+    # many slices as it can.
     parts, rest = dict.fromkeys(spec.names, 1), count
     for axis in _SLICE_AXES:
         part = math.gcd(sizes.get(axis, 1), rest)
@@ -424,10 +424,12 @@ def _devices(devices: Sequence[Any] | None, backend: str) -> list[Any]:
             return jax.devices(backend or None)
         except RuntimeError as err:
             what, fix = f"no devices of backend {backend or 'default'!r}", 'such as "cpu"'
-            raise MeshSpecError(what, rule=str(err), fix=f"name an installed one, {fix}") from err
+            raise MeshSpecError(
+                what, rule=str(err), fix=f"name an installed backend, {fix}"
+            ) from err
     if backend:
         what = f"devices and backend {backend!r} are both given"
-        raise MeshSpecError(what, fix="give one of them")
+        raise MeshSpecError(what, fix="give only devices or only backend")
     is_sequence = isinstance(devices, Iterable) and not isinstance(devices, str)
     chosen = list(devices) if is_sequence else [devices]
     wrong = [device for device in chosen if not isinstance(device, jax.Device)]

@@ -15,7 +15,7 @@ from shardwright.vocabulary.axes import EMPTY
 from shardwright.vocabulary.integers import as_integer, quoted
 
 INFER: Final = -1
-LONGEST_SIZE: Final = 19  # digits; no mesh has more devices
+LONGEST_SIZE: Final = 19  # number of digits; no mesh has more devices
 # Prefixes: of mesh text, if devices keep their order; and of a name, for the part that crosses
 # slices.
 CONTIGUOUS: Final = "!"

@@ -137,7 +137,7 @@ def resolve_sizes(spec: MeshSpec, count: int, *, hint: str = "") -> MeshSpec:
     filled = dataclasses.replace(
         spec, sizes=tuple(int(count) // needed if size == INFER else size for size in spec.sizes)
     )
-    # Before, the size of the axis was -1, and its part could not be compared with it.
+    # The size of the axis was -1 until now, so its part could not be compared with it.
     axes = zip(spec.names, filled.sizes, spec.dcn, strict=False)
     raise_problems([problem for axis in axes for problem in dcn_divides(*axis)])
     return filled
@@ -178,7 +178,7 @@ def _parse_text(
         crossing or _dcn_parts(dcn),
         contiguous=contiguous,
         text=text,
-        # If the parts are given by dcn=, their columns are not columns of the text.
+        # If dcn= gives the parts, their columns are not columns of the text.
         dcn_text=text if crossing else "",
     )
 

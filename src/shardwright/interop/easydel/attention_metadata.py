@@ -51,7 +51,7 @@ _CONFIG_SIZES = {
     HEAD_DIM: "head_dim",
     KV_HEAD_DIM: "head_dim",
 }
-# The default of EasyDeL. With it, the rules decide the mesh axis of the sequence.
+# The default of EasyDeL. It means that the rules decide the mesh axis of the sequence.
 _ANY_SEQUENCE_AXIS = "sp"
 
 
@@ -158,7 +158,7 @@ class AttentionMetadata:
             raise AttentionError(
                 f"runtime_softmax_dtype={self.runtime_softmax_dtype}: softmax is float32",
                 path="runtime_softmax_dtype",
-                fix="pass float32, or nothing",
+                fix="pass float32, or leave runtime_softmax_dtype out",
             )
         if (
             self.sequence_axis_name != _ANY_SEQUENCE_AXIS
@@ -306,8 +306,9 @@ class AttentionMetadata:
         """Return the size of an axis, or a size that divides if the size is unknown."""
         if axis in known:
             return known[axis]
-        self.partition_manager.mesh_axes(axis, mode=mode)  # raises an error if the size matters
-        # The number of devices is a multiple of every number of shards.
+        # raises an error if the axis needs a size to be sharded
+        self.partition_manager.mesh_axes(axis, mode=mode)
+        # Every number of shards divides the number of devices.
         return self.partition_manager.mesh.size
 
     def _spec(self, axes: tuple[str, ...], known: Mapping[str, int], mode: str) -> PartitionSpec:
@@ -350,7 +351,7 @@ class AttentionMetadata:
 
         With another mesh or `partition_axis`, the copy has another manager.
         """
-        # Otherwise the copy would keep a manager of the old mesh and rules.
+        # Without this, the copy would keep a manager of the old mesh and rules.
         if {"mesh", "partition_axis"} & set(changes):
             changes.setdefault("partition_manager", NOT_GIVEN)
         return dataclasses.replace(self, **changes)
@@ -370,7 +371,7 @@ class AttentionMetadata:
         Raises:
           AttentionError: The manager does not come from `partition_axis`.
         """
-        # A strategy of a file has more than attributes, and would be lost in JSON.
+        # A strategy from a file has more than `partition_axis`. JSON would lose the rest.
         if self.partition_manager != PartitionManager(self.partition_axis, mesh=self.mesh):
             what = "JSON holds only partition_axis, and the manager has other rules"
             raise AttentionError(
@@ -504,7 +505,7 @@ def create_stable_sharding(
         spec = PartitionSpec(*preserved)
     if tensor is None:
         return spec
-    # EasyDeL drops entries that do not fit without an error.
+    # EasyDeL drops entries that do not fit, without an error.
     permissive = build_rules({}, policy=POLICY_PRESETS["eformer"])
     return resolver.resolve(
         spec, permissive, manager.mesh, mode=MODE_TRAIN, shape=tensor.shape
@@ -515,5 +516,5 @@ def get_mode(q: Any, BTHD: bool = True, *, mode: str | None = None) -> str:  # n
     """Return `mode` if it is given. Otherwise return decode for a single query, else train."""
     if mode is not None:
         return parse_mode(mode)
-    # EasyDeL distinguishes them in this way: a decode step has one query.
+    # Like EasyDeL, take a single query for a decode step.
     return MODE_DECODE if q.shape[1 if BTHD else 2] == 1 else MODE_TRAIN

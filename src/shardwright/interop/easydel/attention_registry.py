@@ -37,8 +37,8 @@ class AttentionImpl(abc.ABC):
       metadata: Options of all calls of the instance.
     """
 
-    # Whether it multiplies by the scales of quantized keys and values. If not, calls with scales
-    # are refused.
+    # Whether the implementation multiplies by the scales of quantized keys and values. If not, it
+    # refuses calls with scales.
     takes_scales: ClassVar[bool] = False
 
     def __init__(self, metadata: AttentionMetadata) -> None:
@@ -228,7 +228,7 @@ class AttentionRegistry:
         Raises:
           AttentionError: (a ValueError) The name is unknown; the message suggests another.
         """
-        # This includes implementations that were registered without a class.
+        # `_class_of` makes a class for an implementation that was registered without one.
         return cls._known.get(name) or _class_of(core.find(name))
 
     @classmethod

@@ -109,7 +109,7 @@ def rotate_half(x: jax.Array) -> jax.Array:
         raise RankMismatchError(
             f"the last dim of {x.shape} is odd, so it has no halves", fix="rotate an even head_dim"
         )
-    # Halves, as in GPT-NeoX and Llama, and not pairs of neighbors, as in GPT-J.
+    # Rotate halves, as GPT-NeoX and Llama do, and not pairs of neighbors, as GPT-J does.
     half = x.shape[-1] // 2
     return jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
 

@@ -148,7 +148,7 @@ def quantized_dot_general(
         out_sharding=out_sharding,
         specs=(explicit_entries(lhs), None if stored else explicit_entries(rhs)),
     )
-    # Inside shard_map, the transpose of this sums the gradients of replicated operands.
+    # Inside shard_map, the transpose of `vary_together` sums the gradients of replicated operands.
     lhs, rhs = _jax.vary_together((lhs, rhs))
     return _dot_stored(lhs, rhs, call) if stored else _dot(lhs, rhs, call)
 

@@ -345,7 +345,8 @@ def written_spec(
     entries = written(annotation, rules, mode)
     if mesh is None:
         return PartitionSpec(*entries)
-    # The resolver raises an error for a conflict, so the axes removed below have size 1.
+    # `resolve` raises an error for a conflict. So the repeated mesh axes that are removed below
+    # have size 1.
     resolver.resolve(tuple(annotation), rules, mesh, mode=mode)
     return PartitionSpec(*without_repeats(entries))
 

@@ -69,7 +69,7 @@ def create_mesh(
     Raises:
       MeshSpecError: Sizes, names, types or slices do not fit, or an option is not supported.
     """
-    # eformer passes both on to `mesh_utils.create_hybrid_device_mesh`.
+    # eformer passes both options on to `mesh_utils.create_hybrid_device_mesh`.
     for name, value in (
         ("should_sort_granules_by_key", should_sort_granules_by_key),
         ("allow_split_physical_axes", allow_split_physical_axes),
@@ -77,7 +77,8 @@ def create_mesh(
         if not value:
             raise MeshSpecError(
                 f"{name}=False has no equivalent",
-                fix='leave it out; a leading "!" in the text of a mesh keeps device order',
+                fix="leave the option out; to keep the order of devices, begin the text of a "
+                'mesh with "!"',
             )
     names = tuple(axis_names)
     if axis_types is None or isinstance(axis_types, str | AxisType):
@@ -86,7 +87,7 @@ def create_mesh(
     if len(kinds) not in (1, len(names)):
         raise MeshSpecError(
             f"there are {len(kinds)} axis_types for {len(names)} axes",
-            fix="give one for all, or one per name",
+            fix="give one type for all axes, or one type per axis name",
         )
     types: Any = dict(zip(names, kinds * len(names) if len(kinds) == 1 else kinds, strict=True))
     dcn = None
@@ -94,10 +95,10 @@ def create_mesh(
         if len(dcn_mesh_dims) != len(names):
             raise MeshSpecError(
                 f"there are {len(dcn_mesh_dims)} dcn_mesh_dims for {len(names)} axes",
-                fix="give one per name, and 1 for an axis that does not cross slices",
+                fix="give one size per axis name, and 1 for an axis that does not cross slices",
             )
         dims = zip(names, dcn_mesh_dims, strict=True)
-        # A part of 1 does not cross slices.
+        # An axis with the size 1 does not cross slices.
         dcn = {name: size for name, size in dims if size != 1}
     # A mesh of Manual axes is only for `shard_map`. Its devices have the same order.
     manual = [name for name, kind in types.items() if kind in ("manual", AxisType.Manual)]

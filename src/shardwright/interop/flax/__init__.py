@@ -157,7 +157,7 @@ def _names_of(box: Any, place: str, rank: int, problems: list[Problem]) -> tuple
 def _unboxed(leaf: Any, meta: Any) -> Any:
     """Remove all boxes around a value, without applying flax's constraint."""
     while isinstance(leaf, meta.AxisMetadata):
-        # Only `Partitioned.unbox` has this option.
+        # Only `Partitioned.unbox` has the option `apply_constraint`.
         is_named = isinstance(leaf, meta.Partitioned)
         leaf = leaf.unbox(apply_constraint=False) if is_named else leaf.unbox()
     return leaf
@@ -193,7 +193,7 @@ def rules(
     """
     import flax.linen as nn
 
-    # This file can be imported without flax, but that file cannot.
+    # Import here: `dense_general` needs flax, but this file can be imported without flax.
     from shardwright.interop.flax.dense_general import kernels_unflattened
 
     exported = to_logical_axis_rules(pm, names, sizes=sizes)

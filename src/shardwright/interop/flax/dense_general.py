@@ -36,7 +36,8 @@ def _intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         return call(*args, **kwargs)
     finally:
         for name, init in own.items():
-            # The module may be called again outside of this context.
+            # Restore the initializers, because the module may be called again outside of this
+            # context.
             object.__setattr__(module, name, init)
 
 

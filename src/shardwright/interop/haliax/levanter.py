@@ -58,7 +58,7 @@ _DEFAULTS: Final[Mapping[str, tuple[Any, _Kind]]] = {
     "model_axis_size": (1, _COUNT),
     "replica_dcn_axis_size": (1, _COUNT),
 }
-# The mesh axes of a slice and across slices, before those that `trainer.mesh` adds.
+# The mesh axes inside a slice and across slices. `trainer.mesh` may add others.
 _AXES: Final = {"data": -1, "replica": 1, "model": 1}
 _DCN_AXES: Final = {"replica_dcn": -1}
 _SHARED: Final = {"mlp": "model", "heads": "model"}
@@ -227,7 +227,7 @@ def _read_trainer(
         compute=compute,
         parameter={**compute, **listed("parameter_axis_resources"), **listed("fsdp_axis", "data")},
         mesh={
-            # One mesh axis counts the replicas inside a slice and across slices.
+            # The mesh axis `replica` has the replicas inside a slice and those across slices.
             "replica": values["replica_ici_axis_size"] * across,
             "data": -1,
             "model": values["model_axis_size"],
@@ -320,7 +320,8 @@ def _read_mesh(
         for name, axes in _SHARED.items()
     }
     shared = {**defaults, **entries("shared_mapping", {})}
-    # `shared_mapping` holds for activations and for parameters, and each own mapping wins over it.
+    # `shared_mapping` holds for activations and for parameters. A mapping of only one of the two
+    # wins over it.
     compute, batch = dict(shared), table.get("batch_axis_name", "batch")
     own = entries("compute_mapping", {})
     if batch is not None and batch not in shared:

@@ -229,7 +229,7 @@ def _checkpoint(
 ) -> Checkpoint:
     floats = _float_dtype(dtype)
     tensors = _stack_experts(sources) if experts else sources
-    # A stack checks this itself.
+    # A stack of experts checks its experts itself.
     if not experts:
         _check_experts(sources, config)
     shapes = {name: source.shape for name, source in tensors.items()}
@@ -237,7 +237,7 @@ def _checkpoint(
     # Check missing tensors after unknown ones: with a wrong `model_type`, nearly all are both.
     raise_problems(missing(tensors, config))
     if len(tensors) < len(sources):
-        # A stack replaces its tensors, and is one of the results.
+        # A stack replaces its source tensors, but is a tensor itself, so add the stacks.
         count = sum(isinstance(source, StackedSource) for source in tensors.values())
         notes.append(
             f"{len(sources) - len(tensors) + count} tensors of experts became {count} stacks"

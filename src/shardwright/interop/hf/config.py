@@ -31,7 +31,8 @@ from shardwright.vocabulary.axes import (
 from shardwright.vocabulary.integers import as_integer, quoted
 from shardwright.vocabulary.merged_dims import merged
 
-# Further problems of a checkpoint are counted: an unknown model may have 90,000 tensors.
+# List at most this many problems of a checkpoint, because an unknown model may have 90,000 tensors.
+# The others are only counted.
 MOST_PROBLEMS: Final = 20
 OWN_CONFIG: Final = "use the config.json of this checkpoint"
 # Number of weights that share one scale in MXFP4, the format of gpt-oss.
@@ -217,7 +218,7 @@ def _latent_heads(config: Config) -> dict[str, tuple[Any, int | None]]:
     )
     latent = config.number("kv_lora_rank")
 
-    # A projection merges the heads with a part of a head that only this projection has.
+    # Each projection merges the heads with its own size of a head.
     def of_heads(size: int) -> tuple[Any, int]:
         return merged((HEAD, heads), (HEAD_DIM, size)), heads * size
 
@@ -374,7 +375,7 @@ def _filled(
     known = dict(DEFAULTS.get(values["model_type"], {}))
     heads, kv_heads = values.get("num_attention_heads"), known.get("num_key_value_heads")
     if type(heads) is int and kv_heads and heads % kv_heads:
-        # The default belongs to a model with other heads.
+        # The default number of kv heads belongs to a model with another number of heads.
         known["num_key_value_heads"], why = heads, f"{why}, but as many kv_heads as heads"
     taken = {key: value for key, value in known.items() if key not in values and key not in skip}
     sizes = [f"{key} {value}" for key, value in taken.items() if as_integer(value) is not None]

@@ -250,7 +250,8 @@ DEEPSEEK_TENSORS = _decoder(
         **_norm("self_attn.kv_a_layernorm", "kv_latent"),
         **_linear("self_attn.kv_b_proj", "key_value_heads kv_latent"),
         **_linear("self_attn.o_proj", "embed value_heads"),
-        # Only the layers after `num_hidden_layers`, which predict further tokens, have these.
+        # Only the layers after `num_hidden_layers`, which predict further tokens, have the tensors
+        # below.
         "embed_tokens.weight": "vocab embed ?",
         "enorm.weight": "norm ?",
         "hnorm.weight": "norm ?",
@@ -291,7 +292,7 @@ GPT_OSS_TENSORS = _decoder(
             "mlp.experts.down_proj_blocks": "experts embed mlp_blocks -",
             "mlp.experts.down_proj_scales": "experts embed mlp_blocks",
         },
-        # Stored as floats, these are [experts, in, out].
+        # Stored as floats, the experts are [experts, in, out].
         {
             **_ROUTER,
             **_EXPERT_BIASES,
@@ -430,7 +431,7 @@ def sizes_of(values: Any, source: str, *, param: str | None, capacity: float | N
     config = dataclasses.replace(config, dtypes=dtypes)
     sizes = readers[kind](config)
     method = config.mapping("quantization_config").get("quant_method")
-    # Logits differ by the rounding of the weights.
+    # With unquantized weights, logits differ by the rounding of the weights.
     quantized = (f"weights are planned unquantized; the model's are {method}",) if method else ()
     return dataclasses.replace(
         sizes,
@@ -473,5 +474,5 @@ def tensors_of(config: Mapping[str, Any]) -> Tensors:
     raise CheckpointError(
         f"config.json: the model_type {kind!r} is unknown{hint}",
         fix=f"the known ones are {known}\n"
-        "if the tensors have the names of one of these, write it as model_type",
+        "if the tensors have the names of one of these models, set model_type to that model",
     )

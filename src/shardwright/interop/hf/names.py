@@ -124,7 +124,7 @@ def axes_of(
         if written in unused and not any(map(pattern.search, shapes))
     ]:
         what = f"patterns of axes= that match no tensor: {', '.join(map(repr, unmatched))}"
-        raise StrategyError(what, fix="correct them, or remove them")
+        raise StrategyError(what, fix="correct the patterns, or remove them")
     return found
 
 
@@ -217,7 +217,7 @@ class NameTable:
 
     def _out_of_range(self, name: str, numbers: Mapping[str, int]) -> Problem | None:
         """Return a problem if the number of a layer or of an expert is too large."""
-        # DeepSeek-V3 numbers these layers after the last one.
+        # DeepSeek-V3 numbers the layers that predict further tokens after the last one.
         further = self.config.size("num_nextn_predict_layers") or 0
         for kind, number in numbers.items():
             if kind == "layers":

@@ -37,7 +37,7 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-# safetensors 0.8 cannot make NumPy arrays of these.
+# safetensors 0.8 cannot make NumPy arrays of these dtypes.
 _BY_OFFSET: Final = ("F8_E4M3", "F8_E5M2", "F8_E8M0")
 # Number of values that are checked at once.
 _CHUNK: Final = 1 << 18
@@ -103,7 +103,7 @@ class StackedSource:
         Raises:
           CheckpointError: A value does not fit the dtype.
         """
-        # The leading dim counts the parts, and each part is read for the other dims.
+        # The index in the leading dim is the number of a part. Read the other dims from each part.
         (first, last), *rest = bounds
         shape = (last - first, *(stop - start for start, stop in rest))
         piece = np.empty(shape, self.dtype)
@@ -431,7 +431,9 @@ class FileVersion:
             is_same = False
         if not is_same:
             what = f"{self.path} has changed since its header was read"
-            raise CheckpointError(what, fix="wait until no one writes it, and call hf.read again")
+            raise CheckpointError(
+                what, fix="wait until no program writes the file, and call hf.read again"
+            )
 
 
 def _state(path: Path) -> tuple[int, ...]:

@@ -147,7 +147,7 @@ class CheckedTable:
             axis, role = (target, Role.PARAM) if isinstance(target, str) else target
             annotation = [EMPTY] * len(shape)
             annotation[dim] = axis
-            # Its message names the rule and the file, which the table does not have.
+            # The error of `resolve` names the rule and the file, which the table does not have.
             manager.resolve(*annotation, role=role, shape=shape)
 
 
@@ -184,7 +184,7 @@ def checked(
         raise StrategyError(what, fix='use axis_types = "auto"')
     # Wrap at the first use, because importing a bridge must not change flax.
     _INSTALL[library]()
-    # Both are parts of jit's cache key, unlike the table that the library keeps.
+    # Both contexts are parts of jit's cache key, unlike the table that the library keeps.
     with pm, context.RULES(entered):
         yield
 
@@ -192,7 +192,7 @@ def checked(
 def _wrap(module: Any, function: str, library: Library, check: Callable[..., None]) -> None:
     """Wrap a function of a library, once: `check` gets the table and the same arguments."""
     original: Any = getattr(module, function)
-    # An earlier call has wrapped it, perhaps before this module was reloaded.
+    # An earlier call has wrapped this function, perhaps before this module was reloaded.
     if getattr(original, "checks_shardwright_table", False):
         return
 
@@ -234,7 +234,7 @@ def _install_nnx() -> None:
     from flax.core import spmd
 
     def check(table: CheckedTable, value: Any, names: Any, own_rules: Any, mesh: Any) -> None:
-        # A model may enter rules of its own here too.
+        # A model may enter rules of its own here, and pass `own_rules` too.
         if spmd.get_logical_axis_rules() != table.table or not isinstance(names, tuple):
             return
         shape = tuple(getattr(value, "shape", ()))

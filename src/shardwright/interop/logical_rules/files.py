@@ -34,7 +34,7 @@ def read_rules(path: Path) -> tuple[list[Any], list[str]]:
         values, lines = read_yaml(path, RULES)
     else:
         what = f"{path.name!r} is neither a .json nor a .yml file"
-        raise StrategyError(what, fix="give the file one of these endings")
+        raise StrategyError(what, fix="give the file the ending .json, .yml or .yaml")
     rules = values.get(RULES) if isinstance(values, dict) else values
     if not isinstance(rules, list):
         what = f"the file is not a list of rules, and has none under {RULES}"
@@ -134,7 +134,7 @@ def _parsed(path: Path, loader_type: Any) -> tuple[Any, Any]:
         mark = getattr(error, "problem_mark", None)
         place = path.name if mark is None else f"{path.name}:{mark.line + 1}"
         what = f"the file is not YAML: {getattr(error, 'problem', None) or error}"
-        raise StrategyError(what, path=place, fix="correct the syntax there") from error
+        raise StrategyError(what, path=place, fix="correct the syntax of the file") from error
     finally:
         if loader is not None:
             loader.dispose()

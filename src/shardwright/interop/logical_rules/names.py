@@ -72,7 +72,7 @@ class Imported:
                 hint = did_you_mean(str(name), list(self.names))
                 fix = f"{hint} add it to names=".strip()
                 raise UnknownAxisError(f"the name {name!r} has no rule", fix=fix)
-            # flax refuses it even where it is replicated.
+            # flax refuses a repeated name even where the name is replicated.
             is_flax = self.strategy.policy.conflict == "next"
             if is_flax and name is not None and name in names[: len(axes)]:
                 what, fix = f"the name {name!r} occurs twice", "give each dim its own name, or None"
@@ -131,9 +131,9 @@ def read_names(
         if not isinstance(target, str):
             if (role := as_role(target[1])) not in (Role.ACTIVATION, Role.PARAM):
                 what = f"the name {name!r} is mapped to the role {target[1]!r}"
-                raise StrategyError(what, fix="map it as an activation or a param")
+                raise StrategyError(what, fix="map it to the role activation or param")
             targets[name] = (axis, role)
-        # These are names from one import, passed to another import.
+        # The names may come from one import and be passed to another one.
         if not are_imported or axis != canonical_axis(f"logical_{plain_name(name)}"):
             places.append((f"names[{name!r}]", axis))
     check_axes(places, own_axes, declare=declare)

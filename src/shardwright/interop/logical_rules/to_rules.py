@@ -160,7 +160,7 @@ def one_rule_each(
     for name, axes in first.items():
         if axes is UNCONSTRAINED:
             what = f'the rule of {name!r} is "?", which a table of one rule per name cannot express'
-            raise StrategyError(what, fix='give it a rule without "?"')
+            raise StrategyError(what, fix=f'give {name!r} a rule without "?"')
     return first
 
 
@@ -208,7 +208,7 @@ def _chain(
         if candidate.live or candidate.misses_axis
     ]
     if size is None:
-        # The possible answers for other sizes.
+        # How many answers there are for other sizes.
         answers = len({candidate.live for candidate, _ in candidates}) + bool(rule.fallback)
         is_lenient = policy.indivisible is not Indivisible.ERROR and bool(candidates)
         if is_lenient or (answers > 1 and policy.conflict is not Conflict.NEXT):

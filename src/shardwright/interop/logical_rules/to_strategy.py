@@ -177,7 +177,7 @@ def _written(
             axis: " | ".join(pair.text for pair in chain) for axis, chain in chains.items()
         }
         for axis, chain in chains.items():
-            # Several rules became candidates of one rule, and were written in several places.
+            # Several rules became the candidates of one rule, so its origin names several places.
             origin[(*path, axis)] = ", ".join(pair.source for pair in chain)
     return data, origin
 
@@ -246,7 +246,8 @@ def _until_replicated(pairs: Sequence[_Pair], notes: list[str]) -> list[_Pair]:
             notes.append(f"never applies, since an earlier rule {does}: {pair}")
             continue
         kept.append(pair)
-        # flax stops at the first rule that can be applied, and this one always can.
+        # flax stops at the first rule that can be applied. A rule without mesh axes can always be
+        # applied.
         if not pair.axes:
             ended[pair.name] = pair.end
     return kept
@@ -382,8 +383,8 @@ def _between(
     """Return a rule of another axis that is between two chains and uses their mesh axes."""
     places = {id(pair): at for at, pair in enumerate(pairs)}
     for one, other in zip(first, second, strict=False):
-        # Only a rule between the two can take a mesh axis after the first and before the second
-        # one.
+        # Only a rule between these two rules can take a mesh axis after the first one and before
+        # the second one.
         start, end = sorted((places[id(one)], places[id(other)]))
         for pair in pairs[start:end]:
             is_other = targets[pair.name] != targets[one.name]

@@ -76,7 +76,7 @@ class _Block(_Parameters):
     def __init__(self, specs: Any, rngs: Any, path: str | None, *, drops: bool = False) -> None:
         stream = _stream(rngs, "params")
         nested, parts = specs, path.split("/") if path else []
-        # Create them under their path, so that `[[tensors]]` entries of a strategy match it.
+        # Create the parameters under their path, so that `[[tensors]]` entries of a strategy match.
         for part in reversed(parts):
             nested = {part: nested}
         manager, key = context.current(), stream()

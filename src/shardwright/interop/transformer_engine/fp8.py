@@ -71,9 +71,9 @@ def quantized_dense(
     static = dataclasses.replace(call.kernels[0], shards=shards[1])
     pipeline, resource = call.pipeline, current_settings().resource
     if context.current() is None and resource is not None:
-        # As in TransformerEngine, an amax is that of all mesh axes but this one.
+        # As in TransformerEngine, an amax is the maximum over all mesh axes but this one.
         pipeline = () if resource.pp_resource is None else (resource.pp_resource,)
-    # The logical names of these modules decide the sharding, so the matmul gets no manager.
+    # The logical names of TransformerEngine decide the sharding, so the matmul gets no manager.
     call = dataclasses.replace(
         call, manager=None, pipeline=pipeline, x_shards=shards[0], kernels=(static,)
     )
@@ -202,7 +202,7 @@ def _updated(recipe: DelayedScaling, node: Any, path: str) -> tuple[Any, int]:
         scale, inverse = (f"{match[1]}{part}{match[2]}" for part in ("scale", "scale_inv"))
         if scale in node and inverse in node:
             new[scale] = _row_scales(recipe, amax, node[scale], own)
-            # The old layout stores both, and readers expect them to agree.
+            # The old layout stores the scale and its inverse, and readers expect them to agree.
             new[inverse] = 1 / new[scale]
             updated += 1
     kind: Any = type(node)

@@ -223,7 +223,7 @@ def hidden_pairs(
     first: Any = kv_length - q_length if is_at_end else 0
     if start is not None:
         first = start
-    # This is positive for keys after the query.
+    # The distance is positive for keys after the query.
     distance = jnp.arange(kv_length)[None] - (jnp.arange(q_length) + first)[:, None]
     left, right = (-1, -1) if config.window is None else config.window
     rules = []
@@ -274,7 +274,7 @@ def _check(config: ScoreConfig, query: Any, key: Any, value: Any, mask: Any, bia
         raise LayerError(
             f"attn_bias_type={config.bias_type!r}, and {given}",
             path="bias",
-            fix="leave both out, or give both",
+            fix="leave out both bias and attn_bias_type, or give both",
         )
     pairs = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     check_mask(mask, pairs)

@@ -159,7 +159,7 @@ def global_mesh_resource() -> MeshResource:
     if mesh is not None and all(_size(mesh, axis) > 1 for axis in both):
         raise AxisConflictError(
             f"tp_resource={both[0]!r} and tpsp_resource={both[1]!r} both have more than one device",
-            fix="set one of them: tpsp_resource also shards the sequence",
+            fix="set only one of the two; tpsp_resource also shards the sequence",
         )
     return resource
 
@@ -199,7 +199,8 @@ def mesh_axes_of_names() -> dict[str, str | None]:
     for axis in dataclasses.astuple(resource):
         _size(mesh, axis)
     is_sharded = _size(mesh, resource.tpsp_resource) > 1
-    # `tpsp_resource` also shards what `tp_resource` shards; at most one of them is above 1.
+    # `tpsp_resource` also shards what `tp_resource` shards. At most one of the two has more than
+    # one device.
     tensor = resource.tpsp_resource if is_sharded else resource.tp_resource
     is_fsdp = _size(mesh, resource.fsdp_resource) > 1
     return {
@@ -246,7 +247,8 @@ def extend_logical_axis_rules(
     known = mesh_axes_of_names()
     for name, axis in known.items():
         given = [value for own, value in pairs if own == name]
-        # TransformerEngine also asserts that a rule for one of its names agrees.
+        # TransformerEngine also asserts that a rule for one of its names agrees with the
+        # MeshResource.
         if given not in ([], [axis]):
             raise AxisConflictError(
                 f"the rules map {name!r} to {', '.join(map(repr, given))}, and the MeshResource to "

@@ -296,15 +296,17 @@ def _multiply(
     # the sum.
     a, b = (dequantize(x, dtype) if call.blocks else x.value for x in (left, right))
     if out is not None:
-        # A scan is differentiated where the manager of its body, as of a stage, is not ambient.
+        # While a scan is differentiated, the manager of its body, as in a pipeline stage, is not
+        # ambient. So enter it.
         with call.manager or contextlib.nullcontext():
             y = dot_general(a, b, numbers, out=out, mode=call.mode, preferred_element_type=dtype)
     else:
         spec = None if entries is None else PartitionSpec(*entries)
         y = jax.lax.dot_general(a, b, numbers, preferred_element_type=dtype, out_sharding=spec)
     if not call.blocks:
-        # The product of both scales may overflow although the result does not. With the smaller
-        # scale first, only the result can, and values that underflow are too small to matter.
+        # The product of both scales may overflow although the result does not. So multiply by the
+        # smaller scale first: then only the result can overflow. A value that underflows is too
+        # small to matter.
         small, large = (pick(left.scale, right.scale) for pick in (jnp.minimum, jnp.maximum))
         y = y * small * large
     return y.astype(call.dtype)

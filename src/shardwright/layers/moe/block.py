@@ -207,7 +207,7 @@ def apply(
         y, sums = _on_shard(config, dispatch, params, state.bias, x, valid)
     else:
         if is_inside_shard_map():
-            # This refuses tokens that all shards share: each shard would send them.
+            # `shard` refuses tokens that all shards share: each shard would send the same tokens.
             x = manager.shard(x, _token_axes(x.shape), mode=mode)
         dispatch = explain(config, x.shape, mode=mode)
         # `gather` undoes the FSDP sharding of the weights. Other mesh axes, such as those of
@@ -262,7 +262,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
             "shard BATCH over all mesh axes of EXPERT, or over none of them",
         ),
         (
-            # The all-reduce over the hidden axes would add results of different tokens.
+            # Otherwise, the all-reduce over the hidden axes would add results of different tokens.
             twice,
             "",
             f"{'+'.join(twice)} shards both the tokens and MLP_INTERMEDIATE of the experts",
@@ -327,7 +327,7 @@ def _check_capacity(
     config: MoEConfig, dispatch: Dispatch, manager: PartitionManager, mode: str | None
 ) -> None:
     """Check that CAPACITY is sharded over all mesh axes of the tokens that do not shard experts."""
-    # Any size that divides will do, because only the mesh axes of the resolution are read.
+    # Use any number of rows that divides, because only the mesh axes of the resolution are read.
     rows = max(dispatch.slots, 1) * math.prod(manager.mesh.axis_sizes)
     shape = (config.experts, rows, config.embed)
     capacity = manager.explain((EXPERT, CAPACITY, EMBED), mode=mode, shape=shape)

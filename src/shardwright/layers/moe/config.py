@@ -27,9 +27,9 @@ LOSS: Final = number("not negative", fix="write {name}=0.01, or 0 for none")
 NO_RECIPE: Final = passes(
     lambda recipe: recipe is None,
     "is given, and experts are not computed in fp8",
-    fix="leave it out here; attention and MLPs of the same stack can have it",
+    fix="leave {name} out here; attention and MLPs of the same stack can have a recipe",
 )
-# For these activations f(0) is not 0. A token of zeros then has other gradients than a free slot.
+# For these activations f(0) is not 0. A token of zeros then has other gradients than an empty slot.
 NOT_ZERO_AT_ZERO: Final = ("sigmoid", "clamped_linear")
 
 

@@ -160,7 +160,7 @@ def serve_ragged(
     # The buffer is sorted by sender, and `ragged_dot` needs the rows of an expert together.
     order = by_expert(counts, exchange.rows)
     results = run_sorted(config, params, received[order], counts.sum(0))
-    # `order` is a permutation of all rows, so no two updates of the scatter have one target.
+    # `order` is a permutation of all rows, so no two updates of the scatter have the same target.
     unsorted = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
     return send(unsorted, routes[::-1], rows.shape[0], exchange, axes)
 

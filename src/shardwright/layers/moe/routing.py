@@ -58,7 +58,8 @@ def route(config: MoEConfig, router: Any, bias: Any, x: Any, is_token: Any = Non
     _, experts = jax.lax.top_k(_in_best_groups(config, preferred), config.per_token)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.normalize and config.score == "softmax" and bias is None:
-        weights = weights / weights.sum(-1, keepdims=True)  # the best scores: never tiny
+        # the best scores, so the sum is never tiny
+        weights = weights / weights.sum(-1, keepdims=True)
     elif config.normalize:
         weights = shares(weights, jnp.take_along_axis(logs, experts, axis=-1))
     squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))

@@ -109,7 +109,8 @@ def decoder_specs(sizes: Sizes, *, stacked: bool) -> dict[str, Any]:
     layers: list[Any] = []
     for stack in sizes.stacks:
         each = stack_specs_of(stack)
-        # A scan takes whole patterns; the layers after the last one are computed one by one.
+        # A scan takes whole patterns. The layers after the last whole pattern are computed one by
+        # one.
         trips, rest = divmod(stack.layers, stack.period) if stacked else (0, stack.layers)
         scanned = [stack_specs(each, trips)] * stack.period if trips else []
         layers += [*scanned, *[each] * rest]
@@ -212,7 +213,7 @@ class Decoder:
         """Return the residual of tokens."""
         x = embedding.apply(params["embedding"], tokens, dtypes=self.sizes.dtypes)
         scale = self.sizes.embed_scale
-        # The model rounds the factor to the dtype of the residual.
+        # The original model rounds the factor to the dtype of the residual.
         return x if scale is None else x * jnp.asarray(scale, x.dtype)
 
     def end(self, params: Any, x: Any) -> Any:
@@ -388,7 +389,7 @@ class Decoder:
 def _rule_of_layers() -> str:
     """Return the rule that stores layers, and where it is written."""
     manager = context.current()
-    assert manager is not None  # there is a pipeline
+    assert manager is not None  # only called if there is a pipeline, which needs a manager
     return str(manager.explain(LAYERS, role="param").decisions[0].rule)
 
 

@@ -123,7 +123,8 @@ def _attention(config: Config, **options: Any) -> AttentionConfig:
         embed=embed,
         heads=heads,
         kv_heads=config.number("num_key_value_heads", heads),
-        # Newer configurations state it, because it may differ from embed ÷ heads: Gemma has 256.
+        # Newer configurations have the key `head_dim`, because the value may differ from embed ÷
+        # heads: Gemma has 256.
         head_dim=config.size("head_dim") or embed // heads,
         norm=own,
         dtypes=config.dtypes,
@@ -257,7 +258,7 @@ def _layer_types(config: Config, layers: int) -> list[str]:
         if not is_list or any(each not in (_LOCAL, _GLOBAL, _CHUNKED) for each in types):
             raise StrategyError(
                 f"{config.source}: layer_types is not a list of {layers} types, one per layer",
-                fix=f'write "{_LOCAL}" or "{_GLOBAL}" for each layer, or leave it out',
+                fix=f'write "{_LOCAL}" or "{_GLOBAL}" for each layer, or remove layer_types',
             )
         return list(types)
     if not has_window:

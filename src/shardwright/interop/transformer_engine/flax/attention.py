@@ -56,7 +56,8 @@ def check_supported(module: Any, *given: Any) -> None:
             raise AttentionError(
                 f"{name} is not supported: these modules have no fused kernel",
                 path=name,
-                fix="leave it out; shardwright.attention takes a mask of any form, and a strategy "
+                fix=f"leave {name} out; shardwright.attention takes a mask of any form, and a "
+                "strategy "
                 "can shard its sequence",
             )
 

@@ -55,7 +55,7 @@ def activations_of(activations: Any) -> tuple[str | Callable[[Any], Any], ...]:
     for each in listed:
         if isinstance(each, str) and each not in ACTIVATIONS and not hasattr(nn, each):
             check_names((each,))
-    # TransformerEngine normalizes the order too, so that a checkpoint fits both orders.
+    # Put "linear" last, as TransformerEngine does, so that a checkpoint fits both orders.
     return listed[::-1] if listed[0] in ("linear", "clamped_linear") else listed
 
 

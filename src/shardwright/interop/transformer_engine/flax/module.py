@@ -181,7 +181,8 @@ def matmul(
 def _scaling(module: Any, name: str, recipe: DelayedScaling) -> TensorScaling:
     """Create or read the scale and the history of one tensor."""
     collection = NVTE_FP8_COLLECTION_NAME
-    # Keep it in a separate collection, because an optimizer must not update it like a parameter.
+    # Keep the scaling state in a separate collection, because an optimizer must not update it like
+    # a parameter.
     scale = module.variable(collection, f"{name}_scale", jnp.ones, (1,), jnp.float32)
     history = module.variable(
         collection, f"{name}_amax_history", jnp.zeros, (recipe.history,), jnp.float32
@@ -244,8 +245,8 @@ def normalized(module: Any, x: Any, bias_init: Any, bias_axes: Axes) -> Any:
         name.removeprefix("ln_"): parameter(module, name, init, shape, axes).astype(x.dtype)
         for name, init, axes in names
     }
-    # With the factor of 1, JAX sums the terms of the gradient of x first, and then adds the
-    # gradient of the residual. This is TransformerEngine's order.
+    # The factor 1 makes JAX first sum the terms of the gradient of x, and then add the gradient of
+    # the residual, in TransformerEngine's order.
     return norm.apply(config, params, x * 1)
 
 
@@ -314,7 +315,7 @@ class Softmax(Module):  # type: ignore[misc]
             raise LayerError(
                 f"softmax_offset is given, and softmax_type is {kind.value!r}",
                 path="softmax_offset",
-                fix="leave it out, or write AttnSoftmaxType.LEARNABLE_SOFTMAX",
+                fix="leave softmax_offset out, or write AttnSoftmaxType.LEARNABLE_SOFTMAX",
             )
         offset = 0.0 if kind is AttnSoftmaxType.OFF_BY_ONE_SOFTMAX else softmax_offset
         logits = inputs if bias is None else inputs + bias.astype(inputs.dtype)

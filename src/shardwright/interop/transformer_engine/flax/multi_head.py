@@ -226,7 +226,7 @@ def check_inputs_of(module: Any, x: Any, x_kv: Any, *given: Any) -> None:
         )
     if x.dtype != x_kv.dtype:
         raise AttentionError(
-            f"inputs_q are {x.dtype}, and inputs_kv {x_kv.dtype}", fix="cast one of them"
+            f"inputs_q are {x.dtype}, and inputs_kv {x_kv.dtype}", fix="cast inputs_q or inputs_kv"
         )
 
 
@@ -237,7 +237,8 @@ def attention_of(module: Any, *, decode: bool) -> DotProductAttention:
         num_attention_heads=module.num_attention_heads,
         num_gqa_groups=module.num_gqa_groups,
         attention_dropout=module.attention_dropout,
-        # With a cache the mask has causality and the window, from the position of the query.
+        # With a cache, the mask already has the causality and the window, relative to the position
+        # of the query.
         attn_mask_type="padding" if decode else module.attn_mask_type,
         attn_bias_type=module.attn_bias_type,
         dropout_rng_name=module.dropout_rng_name,

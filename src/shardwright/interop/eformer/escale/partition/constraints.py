@@ -426,7 +426,7 @@ def min_sharding_size() -> int:
         ) from error
 
 
-# Read it once: a later change would not affect programs that are already compiled.
+# Read the environment once: a later change would not affect programs that are already compiled.
 @functools.cache
 def default_policy() -> str:
     """Return the name of the policy of managers and calls that state none, or an empty text.
@@ -442,7 +442,7 @@ def default_policy() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    # eformer reads both at import. Here each access reads the environment.
+    # eformer reads both variables at import. Here each access reads the environment.
     if name == "LOG_SHARDING_MOVE":
         return log_sharding_move()
     return min_sharding_size() if name == "MIN_SHARDING_SIZE" else getattr(absent, name)

@@ -306,7 +306,8 @@ def read_request(axes: Any, mode: Any, dynamic_axes: Any) -> tuple[Any, str | No
         )
     annotation = dynamic_axes if _absent(axes) else axes
     mode_name = None if _absent(mode) or isinstance(mode, int) else mode
-    # An index of a dim belongs to the layout, which then reads the mode from a shape.
+    # An integer mode is the index of a dim. It belongs to the layout, which reads the mode from the
+    # size of this dim.
     index = {"mode": mode} if isinstance(mode, int) else {}
     if isinstance(annotation, type) and issubclass(annotation, DynamicShardingAxes):
         return annotation(**index), mode_name
