@@ -153,7 +153,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def _watch_nothing(items: Sequence[pytest.Item]) -> None:
     """Remove the fixture that checks the ambient mesh from a run without meshes.
 
-    Tests of one function share the list of names.
+    Parametrized cases of one test function share one list `fixturenames`, so the name may already
+    be removed.
     """
     for item in items:
         if _WATCH in (names := getattr(item, "fixturenames", [])):

@@ -242,9 +242,9 @@ def _reshard_and_constrain(x: Any, placement: Placement) -> Any:
 
 
 def _filled(spec: Any, current: PartitionSpec) -> PartitionSpec:
-    """Fill a spec by that of the current type: UNCONSTRAINED dims, and `reduced` mesh axes.
+    """Fill the UNCONSTRAINED dims and the `reduced` mesh axes of a spec from the current type.
 
-    Each UNCONSTRAINED becomes the dim's current mesh axes that the spec does not use.
+    An UNCONSTRAINED dim keeps its current mesh axes, except those that the spec uses.
     """
     if UNCONSTRAINED not in spec.partitions and not current.reduced:
         return spec  # type: ignore[no-any-return]

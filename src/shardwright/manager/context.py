@@ -3,9 +3,10 @@
 A thread has a stack of the managers that it entered. A task has a context: a context variable holds
 the manager that was entered last where the task runs, or where it was created.
 
-JAX reads neither. It reads a user-context, which belongs to the thread. Its value is a `Key`, and
-every cache of JAX has it in its keys. If the key belongs to another manager than the one that
-applies, a trace is refused, because JAX would cache the program under the wrong key.
+JAX reads neither the stack nor the context variable. It reads a user-context, which belongs to the
+thread. The value of the user-context is a `Key`, which is part of the keys of every cache of JAX.
+If the key belongs to another manager than the one that applies, a trace is refused, because JAX
+would cache the program under the wrong key.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TARGET: Final = jax.make_user_context(default_value=None)
 class Key(frozenset[Hashable]):
     """The part of JAX's cache keys that stands for a manager.
 
-    Equal managers have equal keys. A key is small, because JAX never frees it.
+    Equal managers have equal keys. A key must be small, because JAX never frees it.
 
     JAX runs a cached program without calling `__eq__` if the key is the identical object. So if a
     task entered a manager, its key is replaced at each request for the manager inside a trace, and
@@ -95,8 +96,8 @@ _KEYS = Recent()
 
 
 def key_of(values: Hashable, text: str) -> Key:
-    """Return the key of a manager; the identical object for equal managers, so that JAX need not
-    compare keys. Messages then use the last manager's name.
+    """Return the key of a manager. Equal managers get the identical object, so that JAX need not
+    compare keys. Messages then use the name of the manager that asked last.
     """
     kept = _KEYS[values]
     key: Key = _KEYS.keep(values, Key(values)) if kept is None else kept
@@ -127,7 +128,10 @@ class _EnteredManager:
 
 
 class _Thread(threading.local):
-    """The entries of this thread, innermost last, and the user-context entered below them."""
+    """The entries of this thread, innermost last.
+
+    `below` is the user-context from before the first.
+    """
 
     def __init__(self) -> None:
         self.stack: list[_EnteredManager] = []
@@ -327,7 +331,7 @@ def require(what: str, *, method: bool = True) -> Any:
     """Return the manager that applies here.
 
     Raises:
-      NoManagerError: There is none, or it is refused; see `current`.
+      NoManagerError: No manager applies here, or it is refused; see `current`.
     """
     manager = current()
     if manager is None:

@@ -52,8 +52,8 @@ M = TypeVar("M", bound="Manager")
 class Manager:
     """Rules, a mesh, a mode and an effect. `PartitionManager` is its only subclass.
 
-    Equality and hash cover these four. Functions of this room and of those above take this value.
-    Nothing is set after `__init__`; what is derived from the fields is in `cache`.
+    Equality and hash cover these four. Functions of this room and of the rooms above take this
+    value. Nothing is set after `__init__`; what is derived from the fields is in `cache`.
 
     Attributes:
       rules: Compiled rules.
@@ -106,7 +106,10 @@ class Manager:
         effect: Effect = CONSTRAIN,
         modes: dict[str, Self] | None = None,
     ) -> None:
-        """Set all slots. The managers of all modes share `modes`."""
+        """Set all slots.
+
+        The managers that `for_mode` returns share the dict `modes`.
+        """
         modes = {} if modes is None else modes
         slots = {
             "rules": rules,
@@ -312,7 +315,7 @@ class Manager:
     def sharding_of(self, resolution: Resolution, memory_kind: str | None = None) -> NamedSharding:
         """Return the sharding of a resolution. Equal specs give the identical object.
 
-        `memory_kind` wins over the rules of memory.
+        `memory_kind` takes precedence over the rules of `[memory]`.
 
         Raises:
           ShardingError: The resolution has problems.
@@ -409,7 +412,8 @@ def _auto_sum_problems(resolution: Resolution, mesh: Mesh | AbstractMesh) -> lis
 def late_manual_problems(resolution: Resolution) -> list[Problem]:
     """Return a problem for each dim with a Manual mesh axis after one that is not Manual.
 
-    `shard_map` has already split the array over the Manual axis, so the Manual axis is major.
+    `shard_map` has already split the array over the Manual axis, so the Manual axis must be the
+    major one.
     """
     return [
         dim_problem(

@@ -39,8 +39,8 @@ class Effect:
       gather: Adds the decisions for a weight as it is used and as it is stored: `(w, use, stored)
         -> w`.
       token: Part of JAX's cache keys: managers share programs only if their tokens are equal.
-      record: Called with every other request, because its answer may change the trace. None to
-        record nothing.
+      record: Called with every request that adds nothing to the trace, because its answer may still
+        change the trace. None to record nothing.
     """
 
     place: Callable[[Any, Decided], Any]

@@ -68,7 +68,8 @@ def einsum(
     `sw.einsum` also works on Explicit and mixed meshes, where JAX requires the sharding of the
     result if a sharded dim is contracted. A dim that a rule leaves to the compiler (`?`) is not
     sharded over Explicit axes. Without an ambient manager, `sw.einsum` is `jnp.einsum`. Inside a
-    `shard_map` it multiplies shards: if that has split a contracted dim, add `jax.lax.psum`.
+    `shard_map`, `sw.einsum` multiplies shards: if the `shard_map` has split a contracted dim, add
+    `jax.lax.psum`.
 
     >>> import shardwright as sw
     >>> sw.einsum("ij,jk->ik", jnp.ones((2, 3)), jnp.ones((3, 4)), out=(sw.BATCH, sw.EMBED)).shape

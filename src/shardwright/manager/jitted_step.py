@@ -131,7 +131,10 @@ class Argument:
         return problems
 
     def _arrays(self, value: Any) -> Iterator[tuple[Any, Any, Any, Any, Any]]:
-        """Yield (path, path of the leaf above, leaf, sharding, array) for each restricted array."""
+        """Yield each array that must have a sharding.
+
+        The items are (path, path of the leaf that describes the array, leaf, sharding, array).
+        """
         # One annotation may cover a subtree of the input, so each part is a tree of arrays.
         parts = self.structure.flatten_up_to(value)
         given = zip(parts, self.paths, self.leaves, self.shardings, strict=True)
@@ -141,7 +144,7 @@ class Argument:
                     yield (*path, *below), path, leaf, sharding, array
 
     def repeated_problems(self, value: Any) -> list[Problem]:
-        """Return a problem for each repeated array. XLA can reuse its memory only once."""
+        """Return a problem for each repeated array, because XLA can reuse its memory only once."""
         first: dict[int, str] = {}
         problems = []
         for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
@@ -242,8 +245,9 @@ class JittedStep:
     def _placed(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments with the whole state on the mesh, none of them deleted.
 
-        If JAX placed the state, it would compile again for the state that the step returns. JAX
-        0.10 ends the process if an array is deleted.
+        The state is placed here: if JAX placed it, JAX would compile again for the state that the
+        step returns. Deleted arrays are refused here, because JAX 0.10 ends the process if an
+        argument is deleted.
         """
         state, structure = jax.tree.flatten(arguments[0])
         try:
@@ -319,7 +323,8 @@ def checked_state(argument: Argument, before: Any, after: Any) -> Any:
     again.
 
     Raises:
-      StrategyError: It has other structure, shapes or dtypes than the state that the step takes.
+      StrategyError: The new state differs in structure, shapes or dtypes from the state that the
+        step takes.
     """
     who = ("the step takes", "it returns")
     fix = "return every part of the state, in the same containers"

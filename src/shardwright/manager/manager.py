@@ -482,11 +482,11 @@ class PartitionManager(Manager):
     ) -> Callable[..., Any]:
         """Jit a training step `(state, *inputs) -> (state, metrics)` that donates its state.
 
-        The new state has the shardings of the old state and reuses its memory. Optimizer state
-        in host memory moves to the device before the step, and back after it; that of
-        `sw.offloaded` moves one layer at a time. The step runs under
-        this manager, so a call does not need `with pm:`. Every array of the state must have a
-        sharding on the manager's mesh. Scalars and PRNG keys without one are replicated.
+        The new state has the shardings of the old state and reuses its memory. Optimizer state in
+        host memory moves to the device before the step, and back after it; the state of
+        `sw.offloaded` moves one layer at a time. The step runs under this manager, so a call does
+        not need `with pm:`. Every array of the state must have a sharding on the manager's mesh.
+        Scalars and PRNG keys without a sharding are replicated.
 
         The returned function has `lower`, `trace` and the other attributes of a jitted function. It
         takes its arguments by position. It raises a ShardingError if the state has another
@@ -514,7 +514,8 @@ class PartitionManager(Manager):
         """Return a policy of `jax.checkpoint` that saves values by their names, and no others.
 
         `[memory.saved]` of the strategy adds names, and says whether the values of a name live on
-        the device or on the host. `activations` decides for names that it does not have.
+        the device or on the host. For names that `[memory.saved]` does not have, the rule
+        `activations` decides.
 
         Args:
           *names: Names that the function gives to values by `jax.ad_checkpoint.checkpoint_name`.
@@ -583,7 +584,8 @@ class PartitionManager(Manager):
         Args:
           trace: Folder that was passed to `jax.profiler.trace`, or a file `*.xplane.pb`.
           report: The plan of the program, from `plan`.
-          program: Name of the program, such as `jit_step`. Defaults to the one that took most time.
+          program: Name of the program, such as `jit_step`. Defaults to the program that took the
+            most time.
 
         Raises:
           ProgramError: There is no profile, or no such program in it.

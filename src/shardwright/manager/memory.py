@@ -22,7 +22,7 @@ def host_kind(mesh: Mesh | AbstractMesh, rule: RuleRef | None, path: str = "") -
 
     Args:
       mesh: The mesh. An abstract mesh has no backend, and counts as one with `pinned_host`.
-      rule: The line that puts an array on the host, for the error.
+      rule: The line of the strategy that puts an array on the host, for the error.
       path: Path of the array, for the error.
 
     Raises:
@@ -59,7 +59,7 @@ def holds_params(rules: AxisRules, mode: str) -> bool:
 
 
 def in_host_memory(x: Any) -> bool:
-    """Tell whether JAX types a value as one in host memory."""
+    """Tell whether a value is in host memory, by its JAX type."""
     space: bool = jax.typeof(x).memory_space == jax.memory.Space.Host
     return space
 
@@ -88,7 +88,7 @@ def to_host(x: Any, sharding: NamedSharding) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class OffloadedState:
-    """The state of an optimizer that brings it to the device itself; see `offloaded`.
+    """The state of an optimizer that brings its state to the device itself; see `offloaded`.
 
     Attributes:
       inner: The state of the optimizer that `offloaded` was given.

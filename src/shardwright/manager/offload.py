@@ -78,8 +78,8 @@ def offloaded(optimizer: Any, specs: Any) -> Offloaded:
     If the whole state moves, the device needs memory for all of it. In a stack of layers (a
     parameter whose first axis is `LAYERS`), the update of a layer needs only the state of this
     layer. So the update is a `jax.lax.scan` over the layers, whose carry is the arrays in host
-    memory. Other parameters move whole, and so does a stack that is sharded over its layers. If
-    nothing is on the host, the same program moves nothing.
+    memory. Other parameters move whole, and so does a stack that is sharded over its layers. If no
+    array is on the host, the program is the same and moves nothing.
 
     The optimizer must work leaf by leaf. It treats each layer of a stack as a separate parameter,
     as if the layers were not stacked. To clip by the global norm, clip first:
@@ -110,8 +110,9 @@ def offloaded(optimizer: Any, specs: Any) -> Offloaded:
 class _LayerUpdate:
     """One update of a tree: its leaves, and the parameter of each array of the state.
 
-    `grads`, `params` and the state are lists of leaves. A group is the parameters that are updated
-    together, by their numbers: those stacked over the same number of layers, or all others.
+    `grads`, `params` and the state are lists of leaves. A group is a list of numbers of parameters
+    that are updated together: either all parameters that are stacked over the same number of
+    layers, or all that are not stacked.
     """
 
     def __init__(
@@ -297,7 +298,7 @@ class _LayerUpdate:
 
 
 def _read_by_results(jaxpr: Any, inputs: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-    """Return the parameters whose arrays each result of a jaxpr depends on."""
+    """Return, for each result of a jaxpr, the parameters whose arrays the result depends on."""
     read: dict[Any, frozenset[int]] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def of(variable: Any) -> frozenset[int]:

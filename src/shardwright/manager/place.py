@@ -245,7 +245,7 @@ def shard_map(
 def check_varying(x: Any, resolution: Resolution, path: str | None) -> None:
     """Check that an array varies over every Manual mesh axis that its dims are sharded over.
 
-    A cached resolution may have the path of another array, so errors use the path given here.
+    `resolution` may come from a cache and have the path of another array, so errors use `path`.
     """
     varying = _jax.varying_axes(x)
     if all(axis in varying for each in resolution.decisions for axis in each.manual):

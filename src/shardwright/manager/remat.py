@@ -19,7 +19,8 @@ def remat_policy(manager: Manager, names: Iterable[str] = (), *, dots: bool = Fa
     """Return a policy of `jax.checkpoint` that saves values by their names.
 
     Args:
-      manager: Its rules of `[memory]` say where the values live, and may name further values.
+      manager: The manager. Its rules of `[memory]` say where the values live, and may name further
+        values.
       names: Names of `checkpoint_name`.
       dots: Whether matmuls without batch dims are saved too.
 

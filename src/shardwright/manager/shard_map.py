@@ -327,7 +327,8 @@ class SemanticShardMap:
     def _out_dim(self, dim: Dim, mesh_axes: _AxesByName) -> tuple[str, ...]:
         """Return the mesh axes of an output's dim.
 
-        They are those of an input's dim with the same axes, else those of each axis by itself.
+        If a dim of an input has the same axes, return its mesh axes, else the mesh axes of each
+        axis in turn.
         """
         if dim.axes in mesh_axes:
             return mesh_axes[dim.axes]
@@ -397,7 +398,10 @@ def _inputs(dims: tuple[Dim, ...], shape: tuple[int, ...], spec: PartitionSpec) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _AnnotatedOutput:
-    """The annotation of an output, as a leaf. JAX would treat a tuple of axes as a node."""
+    """The annotation of an output, wrapped as a leaf.
+
+    JAX treats a tuple of axes as a node.
+    """
 
     annotation: Any
 

@@ -60,8 +60,8 @@ def place_for_shard_map(
 def reduced_specs(arguments: Any, in_specs: Any) -> Any:
     """Return the specs of arguments, with the mesh axes that the arguments are reduced over.
 
-    Cast such an argument by `_jax.vary_together` inside the `shard_map`. Its cotangent is unreduced
-    then: no gradient is summed over these mesh axes.
+    Inside the `shard_map`, cast such an argument by `_jax.vary_together`. Then its cotangent is
+    unreduced: no gradient is summed over these mesh axes.
     """
     return jax.tree.map(
         lambda x, spec: PartitionSpec(
@@ -88,8 +88,8 @@ def call_on_shards(
       arguments: Trees of global arrays.
       in_specs: One tree of specs per argument, of the argument's structure.
       out_specs: Tree of specs of the results.
-      mesh: Mesh of the specs. An ambient mesh replaces it, because a nested `shard_map` requires
-        that.
+      mesh: Mesh of the specs. If a mesh is ambient, it is used instead, because a nested
+        `shard_map` requires the ambient mesh.
       check_vma: Whether JAX tracks which mesh axes values vary over. Defaults to True.
 
     Raises:

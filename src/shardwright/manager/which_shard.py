@@ -242,7 +242,7 @@ def _current_inputs(inputs: Inputs | None) -> tuple[Input, ...]:
 
 
 def _split_if_gathered(weight: Weight, inputs: Inputs | None) -> Split | None:
-    """Return the split of a value that has the shape of a gathered input, else None.
+    """Return the split of a value that has the shape of an input after `gather`, else None.
 
     A gathered value varies over the same mesh axes as its shard, so the axes that JAX tracks do not
     distinguish the two.
@@ -269,7 +269,7 @@ def _split_if_gathered(weight: Weight, inputs: Inputs | None) -> Split | None:
 
 
 def _refuse_other_splits(weight: Weight, inputs: Inputs | None, split: Split) -> None:
-    """Raise an error if the value may also be an input with another split.
+    """Raise an error if the value may also be an input whose split is not `split`.
 
     If JAX tracks the axes that the value varies over, an input must be split over the same axes.
     """
@@ -340,7 +340,7 @@ def _not_a_shard(
     over: Sequence[str],
     fits: Sequence[Sequence[str]],
 ) -> Problem:
-    """Return the problem of a local size that is not a shard of the global size, or in several
+    """Return the problem of a local size that is no shard of the global size, or one in several
     ways.
     """
     if fits:

@@ -86,7 +86,7 @@ def agree_on_manager(group: ProcessGroup, name: str, facts: ProcessFacts) -> Non
 class _Entering:
     """One process that enters a manager, and waits for the others.
 
-    The first process that enters it reads what the others have entered.
+    The first process that enters the manager reads which managers the others have entered.
     """
 
     def __init__(self, group: ProcessGroup, name: str, facts: ProcessFacts) -> None:
@@ -156,7 +156,10 @@ class _Entering:
         return self._absent(self._entered())
 
     def error(self, verdict: MeetingVerdict) -> AgreementError:
-        """Return the error of a verdict, and say that this process has left the manager."""
+        """Return the error of a verdict.
+
+        Also record in the store that this process has left the manager.
+        """
         # Give the number back, so that the next attempt is compared under the same number.
         self._store.count(self._times, -1)
         if "error" in verdict:
@@ -193,8 +196,8 @@ class _Entering:
         """Return the digest of the manager that each absent process has entered instead.
 
         This is the first manager that the absent process has entered and this process has not.
-        Entries with a lower number may belong to other threads, so they are left out. If `late` is
-        true, they are included, except those whose comparison failed.
+        Managers that a process entered before may belong to other threads, so they are left out. If
+        `late` is true, they are included, except those whose comparison failed.
         """
         entered = self._entered()
         own, others = entered.get(self._group.rank, {}), {}

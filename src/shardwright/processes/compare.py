@@ -237,7 +237,7 @@ def _compared(group: ProcessGroup, meeting: Meeting) -> MeetingVerdict:
 
 
 class Waiting:
-    """The wait of one process in a comparison, as the others can read it.
+    """The wait of one process in a comparison, which the other processes can read in the store.
 
     The main threads of two processes may wait for each other in different calls. Neither continues,
     so both calls fail. Waits of other threads are left out, because another thread may still make
@@ -339,7 +339,7 @@ class Waiting:
 
 
 def publish_ranks(group: ProcessGroup) -> None:
-    """Write the ranks of a group by its name. The ranks are too long to repeat in every key."""
+    """Write the ranks of a group under its name, because the ranks are too long for every key."""
     group.store.set(f"{ROOT}/groups/{group.name}/ranks", json.dumps(group.ranks).encode())
 
 

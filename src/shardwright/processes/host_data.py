@@ -33,7 +33,7 @@ _BYTES_OF_DIGEST: Final = 8
 def compare_data(group: ProcessGroup, values: Any, what: str = "shard") -> None:
     """Compare the NumPy arrays, numbers and uncommitted arrays of a tree between processes.
 
-    `what` is the call that places them, for messages.
+    `what` is the call that places these leaves, for messages.
 
     Raises:
       AgreementError: Leaves differ in shape, dtype or values, or a process did not make the call.
@@ -137,7 +137,7 @@ def _given_whole(
 ) -> tuple[int, ...]:
     """Return the processes that pass a whole dim although their devices hold only a part of it.
 
-    They must pass equal data. Empty if this process passes no such dim.
+    These processes must pass equal data. The result is empty if this process passes no such dim.
     """
     holders = _holders(sharding, shape)
     sides = _sides(holders, rank, len(shape))
@@ -162,10 +162,10 @@ def _given_whole(
 def _shared_shards(
     sharding: NamedSharding, shape: tuple[int, ...], local: tuple[int, ...], rank: int
 ) -> dict[tuple[int, ...], tuple[tuple[str, LocalSlices], ...]]:
-    """Return the shards of a process that others hold too, by the ranks of all that hold them.
+    """Return the shards of a process that other processes hold too, by the ranks of all holders.
 
-    Each entry has the place as text (empty if it is all that the process holds), and slices of the
-    process's part. `local` is the shape of this part.
+    Each entry has the place of the shard as text, and the slices of the shard in the process's
+    part. The text is empty if the shard is the whole part. `local` is the shape of this part.
     """
     holders = _holders(sharding, shape)
     sides = _sides(holders, rank, len(shape))

@@ -72,7 +72,7 @@ class Meeting:
         self._store.set(f"{self.folder}/verdict", json.dumps(verdict).encode())
 
     def close(self, verdict: Callable[[], MeetingVerdict]) -> None:
-        """Fail for all processes, unless all have arrived or another one has closed it."""
+        """Fail for all processes, unless all have arrived or another process closed the meeting."""
         # The low 16 bits count arrivals, and the high bits count attempts to close.
         value = self._store.count(f"{self.folder}/arrived", _CLOSED)
         self.is_complete = value % _CLOSED >= self._count
@@ -81,15 +81,16 @@ class Meeting:
             self.decide(verdict())
 
     def wait(self, seconds: float) -> MeetingVerdict | None:
-        """Return the verdict, or None after some seconds."""
+        """Return the verdict, or None if there is none after `seconds`."""
         data = self._store.wait(f"{self.folder}/verdict", seconds)
         return None if data is None else json.loads(data)
 
     def extends(self, is_late: Callable[[], bool]) -> bool:
         """Return whether all processes extend the wait.
 
-        The first process decides this each time, and counts it. The others compare the count with
-        that of their last call, so they do not wait for a first process that no longer runs.
+        The first process decides whether to extend, and counts its extensions in the store. The
+        other processes extend only if the count has grown since their last call, so they do not
+        wait for a first process that no longer runs.
         """
         key = f"{self.folder}/extensions"
         if self.is_first:
@@ -99,7 +100,7 @@ class Meeting:
 
     @property
     def is_last(self) -> bool:
-        """Whether this process decides, because all others have arrived."""
+        """Whether this process arrived last, so that it decides."""
         return self.place == self._count
 
 
@@ -159,13 +160,14 @@ def collect(
 def any_late(store: _jax.CoordinationStore, absent: Sequence[int]) -> bool:
     """Return whether an absent process does anything other than compile.
 
-    If none is absent, the last process has arrived without a verdict, and nobody compiles.
+    If no process is absent, return True: the last process has arrived without a verdict, so waiting
+    for a compilation makes no sense.
     """
     return not absent or len(busy_compiling(store, absent)) < len(absent)
 
 
 def unanswered(what: str) -> MeetingVerdict:
-    """Return the verdict if all processes have arrived, and the last one has not decided."""
+    """Return the verdict for the case that all processes arrived, but the last did not decide."""
     return {
         "error": f"all processes have reached {what}, but the last one has not compared them",
         "fix": "look in the output of the other processes for the one that has ended",

@@ -3,8 +3,9 @@
 If a process is killed, raises an error or ends, the others wait for it in a collective. In each
 process, a thread beside the main thread writes a beat into JAX's coordination store. The process of
 the lowest rank of a mesh leads: its thread reads the beats of all, and writes one summary, which
-the others read. So the bytes of each process but the leader do not depend on the number of
-processes. JAX's own `get_live_nodes` does not help, because it waits for all processes.
+the others read. So the bytes that a process reads and writes do not depend on the number of
+processes, except in the leader. JAX's own `get_live_nodes` does not help, because it waits for all
+processes.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ class _Beat:
 
 
 def watch(group: ProcessGroup, seconds: float) -> None:
-    """Start the watchdog of this process. If it runs already, let it watch these processes too."""
+    """Start the watchdog of this process.
+
+    If the watchdog runs already, let it watch these processes too.
+    """
     for thread in threading.enumerate():
         if isinstance(thread, Watchdog):
             thread.widen(group, seconds)
@@ -83,11 +87,13 @@ def watch(group: ProcessGroup, seconds: float) -> None:
 
 
 class Watchdog(threading.Thread):
-    """Watch the processes of a mesh until one is missing. Then print this, and end this process.
+    """Watch the processes of a mesh until one is missing.
+
+    Then print which one, and end this process.
 
     Args:
       group: The processes.
-      seconds: How long a process may be missing.
+      seconds: Seconds for which a process may be missing.
     """
 
     def __init__(self, group: ProcessGroup, seconds: float) -> None:
@@ -256,11 +262,12 @@ class Watchdog(threading.Thread):
         return missing
 
     def _elsewhere(self, beats: dict[int, _Beat]) -> dict[int, str]:
-        """Return the processes that have ended, or are in another line, while one waits.
+        """Return the processes that have ended, or are at another line, while some process waits.
 
         A process that just ended or moved to the next line may have taken part in the collective,
-        while the waiting process wakes late. So it counts only if it has been at other lines, or
-        silent, for half of the time. A process that compiles is not missing, however long it takes.
+        while the waiting process wakes late. So a process counts as missing only if it has been at
+        other lines, or silent, for half of the time. A process that compiles is not missing,
+        however long it takes.
         """
         beats = {rank: beat for rank, beat in beats.items() if rank in self._led}
         running = [
@@ -306,7 +313,10 @@ class Watchdog(threading.Thread):
                 self._apart.pop(rank, None)
 
     def _leave(self) -> None:
-        """Tell the others that this process ends. It runs at exit, before JAX waits for them."""
+        """Tell the others that this process ends.
+
+        This method runs at exit, before JAX waits for the other processes.
+        """
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if error is None or hasattr(sys, "ps1") or not self.is_alive():
             self._exit = {"state": _State.ENDED}

@@ -2,8 +2,8 @@
 
 An exchange sends the least possible bytes between any two shardings. It has rounds: in a round,
 each device sends at most one block and receives at most one block, so a round is one permute. An
-exchange has more rounds than collectives have steps. So it is used only if collectives would send
-many more bytes, or cannot express the move.
+exchange has more rounds than collectives have steps. So an exchange is used only if collectives
+would send many more bytes, or cannot express the move.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Send:
       source_offset: Place of the block in the shard of the sender, in units along each dimension.
       receiver: Position of the device that needs the block, in the device order of the target.
       target_offset: Place of the block in the shard of the receiver, in units along each dim.
-      stays: Whether both are the same device.
+      stays: Whether sender and receiver are the same device.
     """
 
     sender: int
@@ -122,7 +122,11 @@ class _Round:
     by_receiver: dict[int, Send] = dataclasses.field(default_factory=dict)
 
     def has_room(self, send: Send) -> bool:
-        """Tell whether a send can be added: its devices are free, and all blocks stay or none."""
+        """Tell whether a send can be added to the round.
+
+        Its devices must be unused in this round, and either all or none of the blocks of a round
+        stay on their device.
+        """
         return (
             send.stays == self.stays
             and send.sender not in self.by_sender

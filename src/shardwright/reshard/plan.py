@@ -78,9 +78,10 @@ def plan_moves(
     itemsize: int,
     mesh: Mapping[str, int],
 ) -> tuple[Move, ...]:
-    """Return the steps that send the fewest bytes. Of several such plans, return a shortest one.
+    """Return the steps that send the fewest bytes.
 
-    The search is Dijkstra's algorithm over all specs that divide the shape.
+    If several plans send equally few bytes, return one with the fewest steps. The search is
+    Dijkstra's algorithm over all specs that divide the shape.
 
     Args:
       source: Mesh axes of every dimension before the move, the major axis first.
@@ -133,7 +134,10 @@ def _next_moves(
     mesh: Mapping[str, int],
     usable: Sequence[str],
 ) -> Iterator[Move]:
-    """Yield every step from a sharding. `local` is the number of bytes of one of its shards."""
+    """Yield every step from a sharding.
+
+    `local` is the number of bytes of one shard under this sharding.
+    """
     for dim, axes in enumerate(place):
         # Only the minor axes can leave: the blocks of a tiled all-gather over them are adjacent in
         # the array, and those over a major axis are not.
@@ -182,7 +186,7 @@ def _next_moves(
 def _permuted(
     place: AxesByDim, target: AxesByDim, mesh: Mapping[str, int], usable: Sequence[str]
 ) -> Iterator[AxesByDim]:
-    """Yield shardings in which the same shards are on other devices.
+    """Yield the shardings that have the same shards, but on other devices.
 
     There are two kinds. One changes the order of the mesh axes of one dimension. The other moves
     each mesh axis to its dimension in the target; mesh axes that the target does not use become the

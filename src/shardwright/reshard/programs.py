@@ -2,7 +2,7 @@
 
 A program takes the shards of an array as one flat array, whose first dimension is sharded over all
 devices. JAX makes a flat array of shards without a copy. So a program does not depend on the axis
-types or the names of the user's meshes. It sends only the bytes that the plan counts.
+types or the names of the user's meshes. A program sends only the bytes that the plan counts.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def zeros_program(mesh: Mesh, local: tuple[int, ...], dtype: np.dtype) -> MovePr
 def move_program(mesh: Mesh, route: Route) -> MoveProgram:
     """Return the program that moves one piece, on the devices that hold the array.
 
-    It maps (source, target, start) to the target, which it changes in place. If the leaf is one
-    piece, it maps the source to the target.
+    The program maps (source, target, start) to the target, which it changes in place. If the leaf
+    is one piece, it maps the source to the target.
     """
     move = _exchange(route, mesh) if route.way is Way.EXCHANGE else None
     sizes = dict(mesh.shape)
@@ -122,8 +122,8 @@ def split_program(mesh: Mesh, route: Route) -> MoveProgram:
 def join_program(mesh: Mesh, route: Route, unit: tuple[int, ...]) -> MoveProgram:
     """Return the program that writes units into the target, on the devices of the target.
 
-    It maps (target, *units, start) to the target, which it changes in place. If the leaf is one
-    piece, it maps the units to the target.
+    The program maps (target, *units, start) to the target, which it changes in place. If the leaf
+    is one piece, it maps the units to the target.
     """
     local = route.pieces.shape(route.target.local_shape(route.shape))
     corners = _corners(_units(local, unit), unit)
@@ -160,7 +160,7 @@ def _on_shards(
     start: bool = False,
     donate: int | None = None,
 ) -> MoveProgram:
-    """Return the program of a function that runs on the shards of flat arrays."""
+    """Return a program that runs a function on the shards of flat arrays."""
     spec = flat_sharding(mesh, rank).spec
     mapped = _jax.call_shard_map(
         f,

@@ -52,9 +52,9 @@ class CommonAxes:
     """One mesh for the source and the target of a move. Its devices have the order of the target.
 
     Attributes:
-      sizes: The axes of this mesh with their sizes, major first. An axis is a
-        part of an axis of the target, and has its name; with a number if there are several parts,
-        as in `fsdp.0`.
+      sizes: The axes of this mesh with their sizes, major first. Each axis is an axis of the target
+        or a part of one, and has the name of that axis. If there are several parts, the name has a
+        number, as in `fsdp.0`.
       source: Axes of each dimension before the move.
       target: Axes of each dimension after the move.
     """
@@ -112,18 +112,25 @@ class Route:
 
     @property
     def temporary_bytes(self) -> int:
-        """Upper bound of the bytes beside source and target, over all devices."""
+        """Upper bound of the bytes of temporaries, without source and target, over all devices."""
         # Tests compare this bound with the temporaries of the compiled programs.
         return 3 * self.pieces.bytes if self.moves else 0
 
     @property
     def wire_dtype(self) -> np.dtype:
-        """Dtype that is sent: from the host, the dtype after the move, else the smaller of both."""
+        """Dtype that is sent.
+
+        From the host, it is the dtype after the move. Between devices, it is the smaller one of the
+        dtypes before and after the move.
+        """
         return self.to_dtype if self.casts_first else self.dtype
 
     @property
     def casts_first(self) -> bool:
-        """Whether the array is cast before it is sent: if it is on the host, or does not grow."""
+        """Whether the array is cast before it is sent.
+
+        It is if it is on the host, or if the cast does not make it larger.
+        """
         return self.way is Way.UPLOAD or self.to_dtype.itemsize <= self.dtype.itemsize
 
 
@@ -243,7 +250,7 @@ def sent_bytes(step: Move, sizes: dict[str, int]) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def schedule(source: DeviceGrid, target: DeviceGrid) -> tuple[tuple[Send, ...], ...]:
-    """Return the rounds of an exchange. The first ones copy blocks that stay on their device."""
+    """Return the rounds of an exchange. The first rounds copy blocks that stay on their device."""
     return rounds_of(sends_of(source, target), len(target.devices))
 
 
@@ -265,7 +272,7 @@ def local_dtype(dtype: np.dtype) -> np.dtype:
 def common_axes(source: DeviceGrid, target: DeviceGrid) -> CommonAxes | None:
     """Return the axes of a mesh that expresses both specs, or None if there is none.
 
-    There is none in these cases:
+    No such mesh exists in these cases:
 
     - The source or the target is not on a mesh.
     - The meshes have different devices.

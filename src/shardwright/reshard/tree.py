@@ -196,7 +196,8 @@ def source_shardings(source: Any, tree: Any, specs: Any) -> Any:
     """Return the shardings of a tree before the move. `source` is a manager or the shardings.
 
     Raises:
-      StrategyError: `source` is neither, or `source` is a manager and `specs` are shardings.
+      StrategyError: `source` is neither a manager nor shardings, or `source` is a manager and
+        `specs` are shardings.
     """
     if isinstance(source, Manager):
         if _shardings_in(specs) is not None:

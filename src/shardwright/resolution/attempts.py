@@ -13,7 +13,10 @@ Chain = Rule | Composite
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Failure:
-    """The first non-empty candidate that did not fit. The policy applies to it if none fits."""
+    """The first non-empty candidate that did not fit.
+
+    If no candidate of the dim fits, the policy applies to this one.
+    """
 
     candidate: TriedCandidate
     reason: Reason

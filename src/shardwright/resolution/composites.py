@@ -1,7 +1,8 @@
 """The candidates of a dim.
 
-They are the candidates of its rule. For a composite, which is one dim over several axes, they are
-the product of its members' candidates. Those of the last member vary fastest.
+A dim over one axis has the candidates of the axis's rule. A composite is one dim over several axes.
+Its candidates are the product of its members' candidates, and those of the last member vary
+fastest.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class TriedCandidate:
 
     Attributes:
       written: The mesh axes as the rule has them, or empty for `-`.
-      live: Those of `written` that the mesh has. Mesh axes of size 1 are left out, except under
-        `order = "rules"`.
+      live: The mesh axes of `written` that the mesh has. Mesh axes of size 1 are left out, except
+        under `order = "rules"`.
       skipped: Records of what was skipped before this candidate: mesh axes, and candidates without
         any mesh axis left.
       misses_axis: Whether the candidate names a mesh axis that the mesh lacks, so that the policy
@@ -50,7 +51,7 @@ def reduced(
 ) -> TriedCandidate:
     """Return a candidate without the mesh axes that are absent or smaller than `min_size`.
 
-    Each of them is recorded in `skipped`.
+    Each mesh axis that is left out is recorded in `skipped`.
     """
     # Most candidates are single mesh axes that stay.
     if len(written) == 1 and sizes.get(written[0], 0) >= min_size:
@@ -82,7 +83,7 @@ def _single(written: tuple[str, ...]) -> TriedCandidate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Composite:
-    """The rules of a composite. It corresponds to the `Rule` of a dim over one axis.
+    """The rules of a composite. A dim over one axis has a `Rule` instead.
 
     Attributes:
       members: The rules of the members that have a rule, in order.
@@ -99,7 +100,11 @@ class Composite:
 
     @property
     def fallback(self) -> Fallback:
-        """`-` if every member may add no mesh axes and at least one rule ends in `-`, else none."""
+        """What applies if no candidate fits.
+
+        This is `-` if each member is allowed to add no mesh axes, and at least one rule ends in
+        `-`; else none.
+        """
         may_be_empty = all(not chain[-1].written for chain in self.chains)
         # A chain also ends in an empty candidate if the mesh has none of its axes. Only an empty
         # candidate that a person wrote is a fallback.
@@ -114,7 +119,7 @@ class Composite:
     def candidates(self) -> Iterator[TriedCandidate]:
         """Yield the candidates of the product, one at a time.
 
-        Record what a member skipped once, in the first candidate after it.
+        What a member skipped is recorded only once, in the first candidate of the product after it.
         """
         # Compare by identity, because equal candidates of two members both report what they
         # skipped.
@@ -137,7 +142,7 @@ class Composite:
     def with_fallback(
         self, parts: Sequence[tuple[str, ...]], fits: Callable[[tuple[str, ...]], bool]
     ) -> str:
-        """Return members' rules with an added fallback that would make a failed candidate fit.
+        """Return as text the members' rules with a fallback, so that a failed candidate would fit.
 
         A member with a fallback may add no mesh axes. Try to change a single rule, starting with
         the last member. If no single change is enough, return all rules that can be changed.
@@ -166,8 +171,8 @@ def make_composite(
     missing: Missing,
     min_size: int = 2,
 ) -> Composite | Problem | None:
-    """Return the candidates of a composite; None if no member has a rule, a problem if the rules do
-    not combine.
+    """Return the candidates of a composite. Return None if no member has a rule, and a problem if
+    the rules do not combine.
     """
     stated = [(axis, rule) for axis, rule in zip(axes, rules, strict=True) if rule is not None]
     if not stated:

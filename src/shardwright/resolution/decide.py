@@ -69,7 +69,8 @@ class Decider:
       taken: Mesh axis -> position and label of the dim that holds it.
       problems: What went wrong so far.
       by_semantic_axis: Dims that use the rule of the semantic axis named in `Dim.semantic_axis`.
-      min_size: Smallest mesh axis that a dim takes. A mesh axis of size 1 shards nothing.
+      min_size: Size of the smallest mesh axis that a dim takes. By default 2, because a mesh axis
+        of size 1 shards nothing.
     """
 
     rules: AxisRules
@@ -111,7 +112,8 @@ class Decider:
     def gathered(self, decision: DimDecision, dim: Dim) -> DimDecision:
         """Return a stored dim's decision without the mesh axes that the weight is gathered over.
 
-        These are the policy's gather axes, except those that the dim's activation rule names.
+        The weight is gathered over the policy's gather axes, except those that the dim's activation
+        rule names.
         """
         if not decision.mesh_axes:
             return decision
@@ -218,8 +220,8 @@ class Decider:
         return self.rules.stated(axis, mode=self.mode, role=self.role, path=self.path)
 
     def rule_for(self, dim: Dim, position: int) -> Chain | None:
-        """Return the rule of a dim; None if it has none, or if a composite's rules conflict (then a
-        problem is added).
+        """Return the rule of a dim. Return None if the dim has no rule, or if the rules of a
+        composite conflict; then add a problem.
         """
         # A weight layout such as `ColumnWise` stands for semantic axes only where a weight is
         # meant. For an activation its parallelism axes are taken literally.
@@ -242,8 +244,8 @@ class Decider:
     def _semantic_rule(self, dim: Dim) -> Rule | None:
         """Return the rule of `dim.semantic_axis`, or None if the dim keeps its own.
 
-        Exceptions by path come before tables. On both levels, a rule for the parallelism axis
-        itself wins.
+        Exceptions by path come before tables. In both, a rule for the parallelism axis itself takes
+        precedence over the rule of the semantic axis.
         """
         # Without `[[tensors]]` entries, there is only the level of the tables.
         for find in (self._tensor, self._stated) if self.rules.tensors else (self._stated,):
@@ -292,8 +294,8 @@ class Decider:
         return pending.decided(Outcome.FAILED)
 
     def attempt(self, candidates: Iterable[TriedCandidate], size: int | None) -> Attempts:
-        """Try the candidates in order. Without a size, continue after the first that fits, to
-        collect all mesh axes that may apply.
+        """Try the candidates in order. If the size is unknown, continue after the first candidate
+        that fits, to collect all mesh axes that may apply.
         """
         attempts = Attempts()
         for candidate in candidates:
@@ -388,7 +390,7 @@ class Decider:
         return f"{size} % {self.shards(live)} != 0"
 
     def holder(self, axis: str) -> str:
-        """Return which dim holds a mesh axis."""
+        """Return as text which dim holds a mesh axis."""
         if axis not in self.taken:
             return f"{axis} occurs twice"
         position, label = self.taken[axis]

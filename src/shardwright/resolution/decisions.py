@@ -69,12 +69,12 @@ class RuleRef:
     """A rule as text, and where it is written.
 
     Attributes:
-      key: The axis by its name in files, for instance `kv_head`.
+      key: The axis, as strategy files name it, for instance `kv_head`.
       text: The rule itself, for instance `tp | -`.
       table: Key path of the table, for instance `modes.decode`.
       source: File and line, or another origin such as `default`.
-      members: For a composite, the rules of its members. The other fields join those of the
-        members.
+      members: For a composite, the rules of its members. The other fields then join the fields of
+        the members.
     """
 
     key: str
@@ -161,10 +161,11 @@ class DimDecision:
       size: Number of elements, or None if no shape was given.
       outcome: How it was decided.
       mesh_axes: The mesh axes that the dim is sharded over, slowest first, Manual ones included.
-      rule: The rule that decided, or None. It is the rule of a policy if the dim has all of its
-        mesh axes from the policy.
+      rule: The rule that decided, or None. If the dim has all of its mesh axes from a policy, this
+        is the rule of the policy.
       skipped: Mesh axes and candidates that were skipped before, in order.
-      gathered: Mesh axes that shard the stored weight, but are gathered for use.
+      gathered: Mesh axes that shard the stored weight, but over which the weight is gathered for
+        its use.
       largest_dim: Mesh axes among `mesh_axes` or `gathered` that `policy.largest_dim` added.
       zero1: Mesh axes among `mesh_axes` that optimizer state has in addition to its parameter.
       manual: Mesh axes among `mesh_axes` that an enclosing `shard_map` has already applied.
@@ -247,8 +248,8 @@ class Resolution:
       notes: Remarks that concern no single dim, such as an annotation fitted to another rank.
       memory: The line of `[memory]` that decides where the array lives. None if no line names the
         array: it then lives on the device, as every scalar does.
-      unreduced: The decision of the dim of an `Unreduced`: its mesh axes are those over which the
-        sum stays unreduced. None for other annotations.
+      unreduced: For an `Unreduced` annotation, the decision of the dim that was summed over: the
+        sum stays unreduced over the mesh axes of this decision. None for other annotations.
       mesh: Name and size of each mesh axis, for the picture in a notebook, or empty if unknown.
       spec: The spec, or None if there are problems.
     """

@@ -1,9 +1,9 @@
 """Shard a weight or its state over mesh axes that its rules leave free.
 
 `[policy] largest_dim` adds mesh axes to stored weights, and `zero1` adds some to optimizer state.
-Both try candidates in order, and give the free mesh axes of the first that fits to one dim. They
-differ in the dims that may take them. `decide` decides whether a size divides: the resolver passes
-that function in as `fits`.
+Both policies try candidates in order, and give the free mesh axes of the first candidate that fits
+to one dim. The policies differ in which dims may take these mesh axes. `decide` decides whether a
+size divides: the resolver passes that function in as `fits`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class _Addition:
     """What differs between the policies that add mesh axes.
 
     Attributes:
-      key: Key of the policy, which is also the field of `DimDecision` with the added mesh axes.
-      only_free: Whether only dims without mesh axes get some, the largest first. Otherwise every
-        dim may get some, and the first that fits gets them.
+      key: Key of the policy. The field of `DimDecision` with the added mesh axes has the same name.
+      only_free: Whether only dims without mesh axes may get some; then the largest dim is tried
+        first. Otherwise every dim may get some, and the first dim that fits gets them.
       none: What notes and errors say if no dim fits.
-      then: How such an array is sharded if the rule ends in `-`.
+      then: How an array that no candidate fits is sharded if the rule ends in `-`.
     """
 
     key: str
@@ -86,8 +86,8 @@ def add_zero1(param: Derived, rule: Rule | None, array: StoredDims) -> Derived:
 
     Args:
       param: Decisions of the parameter.
-      rule: Candidates in order, or None to add no mesh axes. If the rule ends in `-`, state that no
-        candidate fits is sharded like its parameter.
+      rule: Candidates in order, or None to add no mesh axes. If no candidate fits the state and the
+        rule ends in `-`, the state is sharded like its parameter.
       array: The state.
     """
     if rule is None or param.problems:

@@ -120,7 +120,10 @@ _FOLLOWS = {
 
 
 def default_of(attributes: Attributes, name: str) -> Any:
-    """Return the default of an attribute that follows others, or `NOT_GIVEN` for any other."""
+    """Return the default of an attribute.
+
+    An attribute that follows others has their value; any other has `NOT_GIVEN`.
+    """
     if name not in _FOLLOWS:
         return NOT_GIVEN
     follows = _FOLLOWS[name]
@@ -167,7 +170,8 @@ class PartitionAxis(Attributes):
     - a rule such as `"tp | -"`;
     - a parallelism axis such as `TP`;
     - None: replicated;
-    - `NOT_GIVEN`: the default. The default of a `decode_*` attribute is the value of its base.
+    - `NOT_GIVEN`: the default. By default, `decode_head_axis` has the value of `head_axis`, and so
+      on.
 
     The `decode_*` attributes also apply in insert. `sequence_axis` has no `decode_*` attribute. In
     decode and insert a `LENGTH` of size 1, which is the one new token, has the rule of

@@ -51,7 +51,7 @@ def take_part(
     """Derive the decisions of a part from those of the whole array.
 
     A dim of the part may be shorter than the dim that it follows: a number of blocks, for instance.
-    It must divide over the same mesh axes, so that no block is split.
+    The dim of the part must divide over the same mesh axes, so that no block is split.
 
     Args:
       whole: Resolution of the whole array.

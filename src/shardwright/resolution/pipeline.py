@@ -162,7 +162,7 @@ def schedule_table(pipeline: Pipeline, stages: int) -> ScheduleTable:
 
 
 def most_inputs(table: ScheduleTable) -> tuple[int, ...]:
-    """Return the largest number of inputs of chunks that each stage keeps for a backward pass."""
+    """For each stage, return the most inputs that it keeps at one time for backward passes."""
     held, most = [0] * len(table[0]), [0] * len(table[0])
     for row in table:
         for stage, work in enumerate(row):
@@ -173,7 +173,7 @@ def most_inputs(table: ScheduleTable) -> tuple[int, ...]:
 
 
 def bubble(table: ScheduleTable) -> float:
-    """Return the share of the stages' time in which they wait for others.
+    """Return the share of the time of the stages in which they wait for other stages.
 
     A tick has a forward and a backward pass. A pass that no stage runs takes no time.
     """

@@ -24,7 +24,10 @@ class Recent(dict[Any, Any]):
         self._older: dict[Any, Any] = {}
 
     def __missing__(self, key: Any) -> Any:
-        """Return an older value, which then counts as used again, or None."""
+        """Return a value that was used longer ago, or None.
+
+        The value then counts as used again.
+        """
         # Two generations replace an exact order by last use. A hit in the newer one is a plain
         # lookup of `dict`, without a lock and without a call of Python code.
         value = self._older.get(key) if self._older else None
@@ -36,7 +39,7 @@ class Recent(dict[Any, Any]):
             self[key] = value
 
     def keep(self, key: Any, value: Any) -> Any:
-        """Add a value if the key has none. Return the value that the key has then."""
+        """Add a value if the key has none. In any case, return the value that the key has now."""
         with self._lock:
             if not self._older and len(self) < KEPT:
                 return self.setdefault(key, value)

@@ -47,13 +47,15 @@ class ShardingRequest(NamedTuple):
         return self._replace(role=role, shape=shape)
 
     def under(self, mode: str | None) -> ShardingRequest:
-        """Return the same question to a manager whose mode applies if the question has none."""
+        """Return the question with the manager's mode, if the question has no mode of its own."""
         if self.mode is not None or mode is None:
             return self
         return self._replace(mode=mode, mode_from=ModeFrom.MANAGER)
 
     def normalized(self) -> ShardingRequest:
-        """Return the same question with its values checked: equal questions are equal then.
+        """Return the same question with its values checked and in one form.
+
+        Two questions that mean the same then compare equal.
 
         An `ArraySpec` has its own shape, and its role defaults to param.
 

@@ -208,7 +208,10 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
 
 
 def _decide_sum(derived: Derived, decider: Decider, dim: Dim) -> tuple[Derived, DimDecision]:
-    """Decide over which mesh axes a sum stays unreduced: those of the dim that was summed over."""
+    """Decide the dim that was summed over.
+
+    The sum stays unreduced over the mesh axes of this dim.
+    """
     # JAX refuses a mesh axis that shards a dim and over which the array is unreduced. A mesh axis
     # over which a weight is gathered is free again.
     decider.taken = {
@@ -245,7 +248,10 @@ def _as_weight(derived: Derived, decider: Decider, array: StoredDims) -> Derived
 def marked_manual(
     decisions: tuple[DimDecision, ...], manual: Collection[str]
 ) -> tuple[DimDecision, ...]:
-    """Mark the Manual mesh axes of each decision. Call it once, after the mesh axes are final."""
+    """Mark the Manual mesh axes of each decision.
+
+    Call this function once, after the mesh axes are final.
+    """
     if not manual:
         return decisions
     return tuple(

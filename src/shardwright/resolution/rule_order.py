@@ -3,12 +3,12 @@
 The unit is the candidate, not the dim. All candidates of all dims are tried once, in rank order:
 
 1. Candidates of `[[tensors]]` entries, by entry and line.
-2. Candidates of the tables, in the order in which tables are looked up, then by place.
+2. Candidates of the tables, in the order in which tables are looked up, then by place in the table.
 3. Default rules, by dim.
 
-A composite has the lowest rank of its members. A candidate wins if its mesh axes are free and its
-size divides, as in `decide`. When the last candidate of a dim has failed, the rule's fallback or
-the policy decides the dim, before the next rule is tried.
+A composite has the rank of the member that comes first. As in `decide`, a candidate fits if no
+other dim has its mesh axes and the size divides. When the last candidate of a dim has failed, the
+rule's fallback or the policy decides the dim, before the next rule is tried.
 
 A mesh axis of size 1 conflicts like any other mesh axis, although the spec does not contain it.
 With `policy.conflict = "next"`, rules have the same meaning as flax's `logical_axis_rules`.

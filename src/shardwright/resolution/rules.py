@@ -122,7 +122,7 @@ class Rule:
       candidates: Mesh axes, in the order in which they are tried.
       fallback: What applies if no candidate fits.
       ref: Where the rule is written.
-      refs: Where each candidate is written, if they are on different lines.
+      refs: Where each candidate is written, if the candidates are on different lines.
       of_one: The rule of a dim of size 1. None means this rule.
     """
 
@@ -185,7 +185,7 @@ class Policy:
         of stacked weights, alone.
       zero1: Candidates of mesh axes that shard optimizer state in addition to its parameter, or
         None.
-      idle: Mesh axes that no rule names, on purpose: everything is replicated over them.
+      idle: Mesh axes that no rule names on purpose, so that everything is replicated over them.
 
     Raises:
       StrategyError: A choice does not exist; a name in `gather` or `idle` occurs twice or cannot
@@ -367,12 +367,12 @@ RuleTable = tuple[tuple[str, Rule], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AxisRules:
-    """All rules of a strategy. Equality and hash cover the rules and the policy, not where they are
-    written.
+    """All rules of a strategy. Equality and hash cover the rules and the policy, but not the places
+    where these are written.
 
     Attributes:
       activations: For each of `MODES`, the table that applies, sorted by axis.
-      params: The same for stored weights.
+      params: For each of `MODES`, the table that applies to stored weights.
       tensors: Exceptions by path; the first match applies.
       user_axes: Axes that the strategy declares.
       policy: What to do if a rule cannot be applied exactly.
@@ -463,8 +463,8 @@ class AxisRules:
         return functools.partial(AxisRules, **{name: getattr(self, name) for name in fields}), ()
 
     def fingerprint(self) -> bytes:
-        """Return 32 bytes that are equal for equal rules; a cache may keep them without keeping the
-        rules alive.
+        """Return 32 bytes that are equal for equal rules. A cache may keep these bytes without
+        keeping the rules alive.
         """
         if not self._fingerprint:
             # Tables share rules, and the `repr` of a rule is slow.
@@ -497,7 +497,7 @@ class AxisRules:
         )
 
     def memory_rule(self, *, role: Role, mode: str, path: str | None) -> MemoryRule | None:
-        """Return the first rule that says where an array lives, or None: in device memory."""
+        """Return the first rule that says where an array lives. None means device memory."""
         each = (rule for rule in self.memory if rule.applies(role=role, mode=mode, path=path))
         return next(each, None)
 
@@ -520,10 +520,10 @@ class AxisRules:
 
 
 def without_mesh_axis(rules: AxisRules, mesh_axis: str) -> AxisRules:
-    """Return rules that do not name a mesh axis, for arrays that are whole over it.
+    """Return the rules without a mesh axis, for arrays that are not sharded over this mesh axis.
 
-    A candidate of this mesh axis alone leaves a dim whole, so it ends its rule. There is no
-    `[pipeline]` either.
+    A candidate with only this mesh axis now replicates the dim, so it ends its rule. The rules also
+    have no `[pipeline]`.
     """
 
     def rest(rule: Rule) -> Rule:
@@ -564,7 +564,7 @@ def without_mesh_axis(rules: AxisRules, mesh_axis: str) -> AxisRules:
 
 
 def default_rule(axis: str) -> Rule | None:
-    """Return the rule that a parallelism axis has if none is stated: its own mesh axis."""
+    """Return the rule of a parallelism axis for which the strategy has none: its own mesh axis."""
     name = PARALLELISM_AXES.get(axis)
     if name is None:
         return None
@@ -641,8 +641,8 @@ def _rank_orders(
 ) -> tuple[tuple[str, ...], ...]:
     """Return the axes of all candidates that apply, in rank order.
 
-    A rule "-" has no candidates and stands here once, because a composite is tried at the place of
-    the first rule of its members.
+    The axis of a rule "-" stands in the order once, although the rule has no candidates: a
+    composite is tried at the place of the first rule of its members.
 
     The result has one tuple for the activations of each of `MODES`, then one for the parameters of
     each. Candidates rank by table, in the order in which tables are looked up, then by position in

@@ -54,7 +54,8 @@ def check_axes(places: Iterable[tuple[str, str]], own: Iterable[str], *, declare
       declare: How to declare an axis of one's own, as the last words of a message.
 
     Raises:
-      UnknownAxisError: Some are neither in the vocabulary nor in `own`. All are reported at once.
+      UnknownAxisError: Some axes are neither in the vocabulary nor in `own`. The error names all of
+        them.
     """
     known = {EMPTY, *KNOWN_AXES, *map(canonical_axis, own)}
     raise_problems(
@@ -132,7 +133,7 @@ def axes_meant(name: str, labels: Iterable[str]) -> list[str]:
 def missing_entry_fix(name: str, sizes: Iterable[str]) -> str:
     """Return how to fix an entry of a literal spec that is not a mesh axis.
 
-    It is a typing error, or a logical name of flax.
+    The entry is misspelled, or is a logical name of flax.
     """
     names = list(sizes)
     hint = did_you_mean(PARALLELISM_AXES.get(name, name), names)

@@ -99,11 +99,11 @@ class RefusalCodes:
 
     @classmethod
     def of(cls, *parts: jax.Array) -> RefusalCodes:
-        """Return codes that this process can read; see `Sampled.readable`."""
+        """Return the codes in a form that this process can read; see `Sampled.readable`."""
         return cls(parts=tuple(map(readable, parts)))
 
     def fetch(self) -> Any:
-        """Return `[rows]` codes; 0 if no copy was refused. Wait for them."""
+        """Wait for the codes, and return them, `[rows]`. A code is 0 if no copy was refused."""
         # 0 means that nothing was refused, and other codes are larger, so take the maximum.
         return functools.reduce(np.maximum, map(np.asarray, self.parts))
 
@@ -145,8 +145,9 @@ class Arrays(abc.ABC):
         Args:
           chunks: Tokens by row of the prefill batch.
           sequences: The prompts, by row.
-          first: Rows whose token after the chunk is the first one of a text.
-          kept: Rows that hold the first part of a prompt.
+          first: Rows whose chunk ends the prompt: the token after the chunk is the first one of the
+            text.
+          kept: Rows that already hold the first part of a prompt.
 
         Returns:
           `[rows]`, the token that would follow each chunk, or a code such as `steps.NO_NUMBER`.
@@ -157,12 +158,13 @@ class Arrays(abc.ABC):
         """Give active slots their next tokens. Return `[decode_steps, slots]` tokens or codes.
 
         Args:
-          sequences: Returns the sequences by slot, if the devices do not know them.
+          sequences: Function that returns the sequences by slot. It is called only if the devices
+            do not hold the state of the sequences.
         """
 
     @abc.abstractmethod
     def insert(self, sequences: Mapping[int, SequenceState]) -> RefusalCodes | None:
-        """Move prompts that are completely read from the prefill batch to their slots.
+        """Move the prompts that were read to their end, from the prefill batch to their slots.
 
         Args:
           sequences: Sequences by row. If `last` is ON_DEVICE, the first token is the one that the
@@ -198,7 +200,7 @@ class Arrays(abc.ABC):
 
     @abc.abstractmethod
     def usage(self, slot_lengths: collections.abc.Sequence[int], free_pages: int) -> CacheUsage:
-        """Return what the caches hold, from the devices if they know it.
+        """Return what the caches hold, as the devices know it, else as the host has recorded it.
 
         Args:
           slot_lengths: Tokens of each slot, as the host has recorded them.
@@ -417,7 +419,7 @@ class SlotArrays(Arrays):
         return _moved(self.rows, setup.manager.for_mode(MODE_PREFILL))
 
     def _following_for_insert(self) -> Sampled:
-        """Return what the latest `prefill` has sampled on the mesh of the slots."""
+        """Return the tokens that the latest `prefill` has sampled, on the mesh of the slots."""
         setup, following = self._setup, self._following
         assert following is not None
         if setup.shares_mesh:
@@ -446,7 +448,7 @@ class PageArrays(Arrays):
     """The pools of an engine whose host assigns pages to requests.
 
     In each call, the host passes tables, lengths and how to draw: everything except the pools and
-    the tokens that it has not read. So nothing has to be inserted or cleared.
+    the tokens that it has not read. So nothing has to be inserted into slots or cleared.
 
     Attributes:
       pools: Pages of keys and values, per layer.
@@ -492,7 +494,10 @@ class PageArrays(Arrays):
         return readable_tokens
 
     def decode(self, sequences: Callable[[], Mapping[int, SequenceState]]) -> Sampled:
-        """Give slots their next tokens; see `Arrays.decode`. Their pages have room for them."""
+        """Give slots their next tokens; see `Arrays.decode`.
+
+        The pages of the slots have room for these tokens.
+        """
         setup = self._setup
         batch = self._batch(setup.slots, sequences())
         with setup.under(MODE_DECODE):
@@ -584,7 +589,7 @@ def _moved(caches: Caches, target: PartitionManager) -> Caches:
 def _chunks_of(
     chunks: Mapping[int, collections.abc.Sequence[int]], shape: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `[rows, chunk]` tokens, and `[2, rows]`: the number of tokens of each row, and 0."""
+    """Return the tokens `[rows, chunk]`, and `[2, rows]` with their number by row, and zeros."""
     tokens, entries = np.zeros(shape, np.int32), np.zeros((2, shape[0]), np.int32)
     for row, chunk in chunks.items():
         tokens[row, : len(chunk)] = chunk
@@ -598,10 +603,10 @@ def _lengths(caches: Caches) -> tuple[int, ...]:
 
 
 def _targets(into: Mapping[int, int], size: int, none: int) -> np.ndarray:
-    """Return the target of each of `size` sequences; `none` is for those without a target."""
+    """Return the target of each of `size` sequences, which is `none` for one without a target."""
     return np.asarray([into.get(at, none) for at in range(size)], np.int32)
 
 
 def _padded(numbers: collections.abc.Sequence[int], size: int) -> np.ndarray:
-    """Return numbers of rows or slots, padded with `size`, which is out of range."""
+    """Return numbers of rows or slots, padded with the number `size`, which is out of range."""
     return np.asarray([*numbers, *[size] * (size - len(numbers))], np.int32)

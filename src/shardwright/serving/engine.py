@@ -164,8 +164,8 @@ class Engine:
           decode_steps: Largest number of tokens that a slot gets in one step. New requests and
             cancels wait for these tokens.
           ahead: Whether a step begins before the tokens of the step before it are read, so that the
-            devices need not wait for the host. A token is then known one step later.
-          queue: Number of requests that may wait for a slot.
+            devices need not wait for the host. With `ahead`, a token is known one step later.
+          queue: Largest number of requests that may wait for a slot.
           clock: Returns the time in seconds, for the report.
 
         Raises:
@@ -308,7 +308,7 @@ class Engine:
           Whether there is more to do.
 
         Raises:
-          ServingError: It was called from a callback of a request.
+          ServingError: The call comes from a callback of a request.
         """
         with self._lock:
             self._lock.step()
@@ -329,12 +329,13 @@ class Engine:
         donate: bool = False,
         piece: int | str = "64MiB",
     ) -> Update:
-        """Replace the weights between two steps. Requests continue, and nothing is compiled.
+        """Replace the weights between two steps.
 
-        The new weights move to the shardings and the dtype of the old ones, as `pm.reshard` moves
-        them. The engine serves the old weights until all new weights have arrived, and keeps the
-        old weights if the move fails. The caches keep the keys and values of the old weights.
-        `Completion.versions` lists the versions that a request was computed with.
+        Requests that are running continue, and nothing is compiled. The new weights move to the
+        shardings and the dtype of the old ones, as `pm.reshard` moves them. The engine serves the
+        old weights until all new weights have arrived, and keeps the old weights if the move fails.
+        The caches keep the keys and values of the old weights. `Completion.versions` lists the
+        versions that a request was computed with.
 
         Args:
           params: A tree like the params of the engine, on any mesh, or in the memory of the host.
@@ -372,7 +373,7 @@ class Engine:
         """Compile all steps now. Otherwise the first request waits while the engine compiles.
 
         Raises:
-          ServingError: Requests already have slots.
+          ServingError: Some requests already have slots.
         """
         with self._lock:
             if self._loop.stepping or self._scheduler.slots:

@@ -30,7 +30,7 @@ class Limits:
       chunk: Number of tokens of a prompt that are read in one step.
       quantum: Number of chunks that a prompt reads before it leaves its row to a waiting prompt.
         None means all chunks.
-      queue: Number of requests that may wait. More requests are refused.
+      queue: Largest number of requests that may wait. Further requests are refused.
       pages: Pages of the pool. None unless the cache is paged.
       page_size: Rows of a page.
     """
@@ -85,12 +85,12 @@ class Job:
       row: Its row of the prefill batch, while its prompt is read there.
       read: Number of tokens of the prompt that were read.
       chunks_in_row: Number of chunks that it has read since it got its row.
-      in_flight: Number of tokens that calls in flight will give it. These calls have begun, but the
-        host has not read their results.
+      in_flight: Number of tokens that calls in flight will add to it. These calls have begun, but
+        the host has not read their results.
       written: All tokens that were sampled and read, including those of stop sequences.
       logprobs: The logarithms of the probabilities of the tokens in `written`.
       text: The tokens that may be handed out.
-      versions: Versions of the weights that it was computed with, in order.
+      versions: Versions of the weights that computed its tokens, in order.
       completion: Its result, or None before its end.
     """
 

@@ -2,8 +2,8 @@
 
 The scheduler records which request owns which slot and row. The arrays are on devices. Each part of
 a step changes both the scheduler and the arrays, or neither. If a part fails after the arrays have
-changed, the requests in them fail, and the arrays are replaced. Where rows live, in slots or in
-pages, is decided by the arrays and by the space of the scheduler; the steps are the same.
+changed, the requests in them fail, and the arrays are replaced. Rows live in slots or in pages: the
+arrays and the space of the scheduler know which, and the steps are the same for both.
 
 A part begins a call, which is then in flight: the devices compute it, and the host has not read its
 results. With `ahead`, a step reads the results of the step before it, so the devices do not wait
@@ -128,7 +128,7 @@ class Loop:
             self.arrays.compile()
 
     def end_canceled(self) -> None:
-        """Cancel jobs, and empty their rows and slots, unless a step will do so."""
+        """Cancel jobs. Also empty their rows and slots, unless a step will do that."""
         self._end_unless_shared()
         if not self.stepping and not self.calls.are_compared:
             self.clean()
@@ -176,7 +176,10 @@ class Loop:
         return self.arrays.usage(lengths, scheduler.space.free_pages)
 
     def _clean_rows(self) -> None:
-        """Empty the rows whose tokens no job needs. Otherwise, the next prefill empties them."""
+        """Empty the rows of the prefill batch whose tokens no job needs.
+
+        Without this call, the next prefill empties these rows.
+        """
         new = [row for row, job in self.scheduler.rows.items() if not job.read]
         if rows := sorted({*self.scheduler.dirty_rows, *new}):
             with self._changing(self.arrays.read_part):
@@ -205,8 +208,8 @@ class Loop:
     def _settle(self, *, before: int | None = None) -> None:
         """Read the results of calls in flight, in order.
 
-        Within a step, hand out the tokens of a call before the next one is read: a callback may end
-        its request.
+        Within a step, hand out the tokens of a call before the next call is read, because a
+        callback may end its request.
 
         Args:
           before: Read only the calls of steps with a smaller number. None means all calls.
@@ -276,7 +279,7 @@ class Loop:
         )
 
     def _take_read(self, chunks: Sequence[Chunk], first: Collection[int], sampled: Tokens) -> None:
-        """Take the tokens that follow chunks, in the rows where they are the first of a text."""
+        """Take the sampled tokens of the rows in `first`: each is the first token of its text."""
         now = self.meter.now()
         for chunk in chunks:
             job, row, is_first = chunk.job, chunk.row, chunk.row in first
@@ -441,7 +444,8 @@ class Loop:
         """Change the scheduler and a part of the arrays together.
 
         If that fails after the arrays have changed, fail the requests in them. In any case, read
-        the calls that are in flight: they began before the failure, which does not affect them.
+        the results of the calls in flight: these calls began before the failure, so it does not
+        affect them.
         """
         # A call replaces the part, or raises an error first. If it raises later, the part was
         # replaced or its arrays were donated.
@@ -462,7 +466,7 @@ class Loop:
     def _give_up(self, part: str, cause: BaseException, jobs: Sequence[Job] = ()) -> None:
         """Replace a part of the arrays, and fail the requests that lose tokens.
 
-        These are the jobs in that part, and those that calls in flight have changed.
+        The jobs in that part lose tokens, and the jobs whose arrays a call in flight has changed.
 
         Args:
           part: Name of the part.

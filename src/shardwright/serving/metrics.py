@@ -29,14 +29,14 @@ class Report:
 
     Attributes:
       requests: Requests accepted.
-      refused: Requests refused, because they could never fit or the queue was full.
-      finished: Requests ended, by the reason (`Finish`).
+      refused: Requests that were refused, because they could never fit or the queue was full.
+      finished: Requests that have ended, by the reason (`Finish`).
       prompt_tokens: Prompt tokens read.
       new_tokens: Tokens written.
       prefill_steps: Number of steps that read a chunk of the prefill batch.
       decode_steps: Number of decode steps, each of all slots.
       shared_pages: Pages that requests took from earlier requests instead of computing them.
-      preempted: How often a request gave up its slot and pages to an older one.
+      preempted: How often a request gave up its slot and pages to an older request.
       slots: Number of slots.
       slots_in_use: Mean number of slots in use, over the decode steps.
       busy: Seconds in which `step` was running.

@@ -72,7 +72,10 @@ class Pages:
         return max(-(-tokens // self.size) - len(table.pages), 0)
 
     def grow(self, table: PageTable, tokens: int) -> bool:
-        """Add pages until a table has room for a number of tokens. Add none if too few are left."""
+        """Add pages until a table has room for a number of tokens.
+
+        If too few pages are left, add none.
+        """
         count = self.missing(table, tokens)
         if count > self.available:
             return False
@@ -91,8 +94,8 @@ class Pages:
 
         Args:
           table: The table of a request.
-          tokens: Tokens that the request must read. It reads at least the last token itself,
-            because it needs the logits of that token.
+          tokens: Tokens that the request must read. The request reads at least its last token
+            itself, because it needs the logits of that token.
           read: Number of tokens that it has read.
 
         Returns:
@@ -199,7 +202,10 @@ class Prefixes:
         return page in self._nodes
 
     def add(self, parent: Node, key: PageKey, page: int) -> Node | None:
-        """Add a page in use. Return its node, or None if another page has this content."""
+        """Add a page in use.
+
+        Return the node of the page, or None if another page has this content.
+        """
         if key in parent.children:
             return None
         node = Node(page=page, parent=parent, key=key)
@@ -215,14 +221,17 @@ class Prefixes:
         self.unused[page] = self._nodes[page]
 
     def drop_oldest(self) -> list[int]:
-        """Remove the least recently used page and all pages below it. Return the unused ones."""
+        """Remove the least recently used page and all pages below it.
+
+        Return the pages that are unused.
+        """
         node = next(iter(self.unused.values()))
         if node.parent is not None:
             del node.parent.children[node.key]
         return self._drop(node)
 
     def clear(self) -> list[int]:
-        """Remove all pages. Return the unused ones."""
+        """Remove all pages. Return the pages that are unused."""
         old, self.root = self.root, Node()
         return self._drop(old)
 

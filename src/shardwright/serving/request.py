@@ -48,8 +48,8 @@ class Sampling:
     written.
 
     Attributes:
-      temperature: Divides the logits. 0 takes the most likely token. If several are equally likely,
-        it takes the one with the lowest number.
+      temperature: Divides the logits. 0 takes the most likely token. If several tokens are equally
+        likely, the one with the lowest number is taken.
       top_k: Number of the most likely tokens to draw from. None means all tokens.
       top_p: Draw from the smallest set of most likely tokens whose probabilities sum to at least
         this number. 1 means all tokens.
@@ -108,7 +108,7 @@ class Request:
       prompt: Token numbers. There is at least one.
       max_new_tokens: Maximum number of tokens to write, including those of a stop sequence.
       sampling: How tokens are sampled.
-      stop: Tokens, or sequences of tokens, that end the text. They are not part of it.
+      stop: Tokens, or sequences of tokens, that end the text. They are not part of the text.
       on_token: Called with each token, as soon as the token can no longer become part of a stop
         sequence. An exception that it raises fails only this request.
     """
@@ -153,7 +153,7 @@ class Completion:
       finish: Why it ended.
       error: The error that made it fail, or None.
       versions: Versions of the weights that read its prompt and drew its tokens, in order. There
-        are several if the weights were updated while it ran.
+        are several versions if the weights were updated while the request ran.
       logprobs: Natural logarithm of the probability that the model gave each token, before
         temperature, top_k and top_p.
     """

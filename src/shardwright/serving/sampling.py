@@ -63,8 +63,8 @@ class Sampled:
     def readable(self) -> Sampled:
         """Return the same values on devices of this process.
 
-        Call it before the next call begins: if the values are sharded over processes, a gather that
-        begins later waits for that call.
+        Call this method before the next call of the engine begins: if the values are sharded over
+        processes, a gather that begins later waits for that call.
         """
         return Sampled(packed=readable(self.packed))
 
@@ -108,14 +108,14 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 def rules_of(
     batch: int, sampling: Mapping[int, Sampling], limits: Mapping[int, int] = MappingProxyType({})
 ) -> np.ndarray:
-    """Return how many tokens the sequences of a batch write, and how they draw them.
+    """Return in one array how many tokens each sequence of a batch writes, and how it draws them.
 
-    A call with one array of the host takes less time than with five.
+    A call with one array of the host takes less time than a call with five.
 
     Args:
       batch: Number of sequences.
-      sampling: Sampling by sequence. The others take the most likely token.
-      limits: Largest number of tokens by sequence. The others write none.
+      sampling: Sampling by sequence. Sequences that are not in it take the most likely token.
+      limits: Largest number of tokens by sequence. Sequences that are not in it write none.
 
     Returns:
       `[5, batch]` uint32: limit, temperature, top_k, top_p and seed. Two of them are the bits of
@@ -156,7 +156,7 @@ def draw_of(rules: jax.Array, index: jax.Array) -> Draw:
 
 
 def sample(logits: jax.Array, draw: Draw, *, is_greedy: jax.Array | None = None) -> jax.Array:
-    """Draw the next tokens. Each depends on the logits of its own sequence only.
+    """Draw the next tokens. Each token depends only on the logits of its own sequence.
 
     A token is the argmax of logits plus Gumbel noise (https://arxiv.org/abs/1611.01144, eq. 1). The
     noise comes from `fold_in(key(seed), index)`, so it does not depend on the rest of the batch.
@@ -164,11 +164,11 @@ def sample(logits: jax.Array, draw: Draw, *, is_greedy: jax.Array | None = None)
     Args:
       logits: `[batch, vocab]`.
       draw: How each sequence draws.
-      is_greedy: Whether all temperatures are 0. If the batch is sharded, pass it: computing it from
-        `draw` would take a collective.
+      is_greedy: Whether all temperatures are 0. If the batch is sharded, pass this argument: to
+        compute it from `draw` would take a collective.
 
     Returns:
-      `[batch]` int32 tokens; -1 if a logit is NaN or +inf, or all are -inf.
+      `[batch]` int32 tokens. A token is -1 if one of its logits is NaN or +inf, or all are -inf.
     """
     logits = logits.astype(jnp.float32)
     most_likely = jnp.argmax(logits, axis=-1).astype(jnp.int32)

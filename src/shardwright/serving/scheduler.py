@@ -1,11 +1,12 @@
 """Decide which request gets which slot, and when. This needs no arrays and no devices.
 
 A request waits in the queue until a slot is free and its space has room. Then its prompt is read in
-chunks, in a row of the prefill batch. Then it decodes in its slot, a token per step. Requests are
-admitted strictly in the order in which they came.
+chunks, in a row of the prefill batch. Then the request decodes in its slot, a token per step.
+Requests are admitted strictly in the order in which they came.
 
-Prompts share the rows round-robin. If others wait for a row, a prompt leaves its row after a few
-chunks. The part that was read stays in its slot until it gets a row again.
+Prompts share the rows round-robin. If other prompts wait for a row, a prompt leaves its row after a
+few chunks. The part that was read stays in the slot of the prompt until the prompt gets a row
+again.
 
 If pages run out, the youngest request is preempted: it gives up its slot and pages, and returns to
 the queue. Later, it reads its prompt and the text that it has written, and continues. The oldest
@@ -37,7 +38,7 @@ class Scheduler:
       rowless: Jobs with a slot that wait for a row, in the order in which they get one.
       rows: Jobs by row of the prefill batch.
       slots: Jobs by slot, from admission on.
-      dirty_rows: Rows with tokens of no job.
+      dirty_rows: Rows whose tokens belong to no job.
       dirty_slots: Slots to empty. There are none if prompts are read in place.
       preempted: How often a job was preempted.
       settle: Reads the results of the calls in flight. It is called before a job is preempted,
@@ -81,7 +82,10 @@ class Scheduler:
         self.inbox.append(job)
 
     def admit(self) -> list[Job]:
-        """Give waiting jobs a slot, in order. Stop at the first one without a slot or room."""
+        """Give waiting jobs a slot, in order.
+
+        Stop at the first job for which there is no slot or no room.
+        """
         self._receive()
         admitted = []
         while self.queue:
@@ -98,7 +102,7 @@ class Scheduler:
         return admitted
 
     def expired(self) -> list[RowMove]:
-        """Return the jobs that must leave their rows: at most as many as wait for a row."""
+        """Return the jobs that must leave their rows: at most as many as other jobs need rows."""
         wanted = len(self.rowless) - len(self._free_rows())
         if self.limits.quantum is None or wanted <= 0:
             return []
@@ -133,7 +137,10 @@ class Scheduler:
             self.dirty_rows.discard(move.row)
 
     def chunks(self) -> list[Chunk]:
-        """Return the next chunk of every prompt that is not completely read, with room for it."""
+        """Return the next chunk of every prompt that is not read to its end.
+
+        Make room for the chunks.
+        """
         for job in self._prefilling():
             if job.row is not None:
                 job.read = self.space.adopt(job)
@@ -153,7 +160,7 @@ class Scheduler:
             self.space.wrote(chunk.job, chunk.job.read)
 
     def ready(self) -> list[RowMove]:
-        """Return the jobs in rows whose prompts are completely read."""
+        """Return the jobs in rows whose prompts were read to their end."""
         return [
             RowMove.of(job, row)
             for row, job in sorted(self.rows.items())
@@ -209,8 +216,8 @@ class Scheduler:
     def expect(self, job: Job, count: int) -> None:
         """Record that a call in flight will give a job tokens.
 
-        If they are its last ones, a job that is decoding leaves its slot: no later call needs its
-        caches.
+        If these are the last tokens of a job that is decoding, the job leaves its slot, because no
+        later call needs its caches.
         """
         job.in_flight += count
         is_last = len(job.written) + job.in_flight == job.request.max_new_tokens

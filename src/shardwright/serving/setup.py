@@ -77,8 +77,8 @@ class Setup:
         """Return the manager of a mode as a context manager.
 
         Raises:
-          ServingError: The engine has no manager, but the caller is under one. That manager would
-            move all arrays to its mesh.
+          ServingError: The engine has no manager, but a manager is ambient. It would move all
+            arrays to its mesh.
         """
         manager = self.prefill_manager if mode == MODE_PREFILL else self.manager
         if manager is None and context.current() is not None:
@@ -95,7 +95,11 @@ class Setup:
             return self._empty_rows()
 
     def create_transit(self) -> Caches:
-        """Create a prefill batch on the mesh of the slots, to take prompts to another mesh."""
+        """Create a prefill batch on the mesh of the slots.
+
+        A prompt that continues to be read passes through it, from the mesh of the slots to that of
+        prefill.
+        """
         assert self.manager is not None
         with self.manager.for_mode(MODE_PREFILL), _naming("prefill_rows", self.prefill_rows):
             return self._empty_rows()
@@ -125,8 +129,8 @@ def placed(
 ) -> tuple[Any, Any, jax.Device | None]:
     """Return both trees of weights, and the device of the caches if there is no manager.
 
-    The device is that of all weights, which are then committed to it. It is None if there are
-    several or none.
+    If all weights are on one device, return that device, and commit the weights to it. Otherwise
+    the device is None.
 
     Raises:
       ServingError: Weights are deleted.

@@ -19,8 +19,9 @@ class SlotSpace:
     """Slots of a fixed size.
 
     Attributes:
-      in_place: Whether prompts are read in place, where they also decode.
-      shared_pages: Number of pages that requests took from others instead of computing them.
+      in_place: Whether prompts are read in the rows in which they also decode.
+      shared_pages: Number of pages that requests took from other requests instead of computing
+        them.
     """
 
     in_place: ClassVar[bool] = False
@@ -36,7 +37,7 @@ class SlotSpace:
         return (self._limits.pages or 0) - sum(self._reserved.values())
 
     def fits(self, job: Job, jobs: Iterable[Job]) -> bool:
-        """Tell whether a waiting job finds the pages that it may need.
+        """Tell whether there are free pages for all that a waiting job may need.
 
         Args:
           job: The job.
@@ -74,7 +75,7 @@ class SlotSpace:
         return ()
 
     def forget(self) -> None:
-        """Share nothing that the old weights computed."""
+        """Do nothing: slots share no pages that the old weights computed."""
 
 
 @final
@@ -82,7 +83,7 @@ class PageSpace:
     """Pages of a pool, which requests take one by one.
 
     Attributes:
-      in_place: Whether prompts are read in place, where they also decode.
+      in_place: Whether prompts are read in the rows in which they also decode.
       pool: Which request uses which pages.
     """
 
@@ -96,7 +97,7 @@ class PageSpace:
 
     @property
     def shared_pages(self) -> int:
-        """Number of pages that requests took from others instead of computing them."""
+        """Number of pages that requests took from other requests instead of computing them."""
         return self.pool.hits
 
     @property
@@ -105,7 +106,10 @@ class PageSpace:
         return self.pool.available
 
     def fits(self, job: Job, jobs: Iterable[Job]) -> bool:
-        """Tell whether a waiting job finds pages for its prompt; see `SlotSpace.fits`."""
+        """Tell whether enough pages are free for the prompt of a waiting job.
+
+        See `SlotSpace.fits`.
+        """
         # Jobs that still read their prompts will take more pages, so subtract these too.
         needed = sum(
             self.pool.missing(self._tables[each.number], len(each.reading))
@@ -145,7 +149,7 @@ class PageSpace:
             self.pool.leave_before(table, tokens - self._window + 1)
 
     def pages(self, job: Job) -> Sequence[int]:
-        """Return the pages of a job, in order. NO_PAGE stands for one that was given back."""
+        """Return the pages of a job, in order. NO_PAGE stands for a page that was given back."""
         return self._tables[job.number].pages
 
     def forget(self) -> None:

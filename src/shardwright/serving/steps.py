@@ -1,11 +1,11 @@
 """The compiled functions that run on devices. The caches are donated to them.
 
 `prefill` reads a chunk of every prompt into a row of the prefill batch. `insert` copies prompts
-that are completely read into slots. `park` copies a prompt that is partly read into its slot, and
-`resume` copies it back. `decode` gives every active slot its next token. `clear` and `clear_slots`
-empty rows and slots. `prefill_pages` and `decode_pages` do the same in pages that the host assigns,
-where nothing has to be inserted or cleared. No shape depends on the number of sequences, so nothing
-is compiled twice.
+that were read to their end into slots. If a prompt was read only in part, `park` copies it into its
+slot, and `resume` copies it back. `decode` gives every active slot its next token. `clear` and
+`clear_slots` empty rows and slots. `prefill_pages` and `decode_pages` do the same in pages that the
+host assigns, where nothing has to be inserted or cleared. No shape depends on the number of
+sequences, so nothing is compiled twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ NO_NUMBER, REFUSED, MISCOUNTED = -1, -2, -3
 
 
 class Model(Protocol):
-    """A model. It reads the tokens after those in the caches, and appends their keys and values."""
+    """A model.
+
+    It reads new tokens, which follow the tokens in the caches, and appends their keys and values.
+    """
 
     def __call__(
         self, params: Any, tokens: jax.Array, caches: Any, valid: jax.Array, /
@@ -86,7 +89,7 @@ class SlotState:
       caches: One per layer.
       ends: `[slots, 2]` int32: the latest token of each slot, and how many tokens it has written.
       rules: `[5, slots]` uint32, as `rules_of` returns them; the limit of an empty slot is 0.
-        Replicated. Decode only reads them.
+        Replicated. Decode does not change the rules.
     """
 
     caches: Caches
@@ -194,7 +197,7 @@ def prefill(
       params: Weights.
       tokens: `[rows, chunk]` int32.
       entries: `[2, rows]` int32: how many tokens of each row are not padding, and 1 for a row that
-        continues a prompt. The other rows are emptied first.
+        continues a prompt. Rows that do not continue a prompt are emptied first.
       rules: `[5, rows]`, as in `SlotState`; the limits are not read.
 
     Returns:
@@ -222,13 +225,14 @@ def _read_chunk(
 def insert(
     slots: SlotState, source: Caches, entries: jax.Array, following: Sampled, rules: jax.Array
 ) -> tuple[SlotState, jax.Array]:
-    """Copy prompts that are completely read into slots.
+    """Copy prompts that were read to their end into slots.
 
     Args:
       slots: Donated.
       source: Caches of the prefill batch.
-      entries: `[2, rows]` int32: the slot of each row, and its first generated token, which is
-        negative if it is that in `following`. A row with a number past the last slot is not copied.
+      entries: `[2, rows]` int32: the slot of each row, and its first generated token. A negative
+        number means that the token is in `following`. A row with a number past the last slot is not
+        copied.
       following: `[rows]`, as `prefill` returns it.
       rules: `[5, rows]`, as in `SlotState`.
 
@@ -253,7 +257,7 @@ def insert(
 
 
 def park(slots: SlotState, source: Caches, into: jax.Array) -> tuple[SlotState, jax.Array]:
-    """Copy prompts that are partly read into their slots, which stay inactive.
+    """Copy prompts that were read in part into their slots, which stay inactive.
 
     Args:
       slots: Donated.
@@ -268,7 +272,7 @@ def park(slots: SlotState, source: Caches, into: jax.Array) -> tuple[SlotState, 
 
 
 def resume(rows: Caches, source: Caches, slots: jax.Array) -> tuple[Caches, jax.Array]:
-    """Copy prompts that are partly read from their slots into the prefill batch.
+    """Copy prompts that were read in part from their slots back into the prefill batch.
 
     Args:
       rows: Caches of the prefill batch, donated.
@@ -294,7 +298,10 @@ def resume(rows: Caches, source: Caches, slots: jax.Array) -> tuple[Caches, jax.
 
 
 def _replaced(caches: Caches, source: Caches, into: jax.Array) -> tuple[Caches, jax.Array]:
-    """Replace sequences in the caches by copies. Return the caches, and codes of `Refusal`."""
+    """Replace sequences in the caches by copies of those in `source`.
+
+    Return the caches, and codes of `Refusal`.
+    """
     changes = [
         # An insert refuses a slot that holds a sequence, so empty the slot first. The refusal to
         # empty an empty slot is dropped here.
@@ -353,7 +360,7 @@ def _decode_one(
 
 
 def _repeat(count: int, step: Callable[[S], tuple[S, Sampled]], state: S) -> tuple[S, Sampled]:
-    """Return the state after steps, and their tokens, stacked."""
+    """Return the state after `count` steps, and the tokens of all steps, stacked."""
     if count == 1:
         state, sampled = step(state)
         return state, jax.tree.map(lambda x: x[None], sampled)
@@ -399,7 +406,8 @@ def prefill_pages(
       params: Weights.
       tokens: `[batch, chunk]` int32.
       entries: `[2, batch]` int32: how many tokens of each row are not padding, and the slot whose
-        latest token the row draws. Rows without a slot have a number past the last slot.
+        latest token the row draws. A row that draws no token of a slot has a number past the last
+        slot there.
       batch: The sequences.
 
     Returns:
@@ -430,8 +438,8 @@ def decode_pages(
       pools: Donated.
       last: `[slots]` int32, the latest token of each slot, where `batch` does not have it. Donated.
       params: Weights.
-      batch: The sequences. Their tables have pages for these tokens. A slot whose limit is 0 gets
-        none.
+      batch: The sequences. The tables of the sequences have pages for these tokens. A slot whose
+        limit is 0 gets no token.
 
     Returns:
       The pools, the latest tokens, and `[most, batch]` tokens or codes. Ignore those of a sequence

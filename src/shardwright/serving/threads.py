@@ -55,7 +55,7 @@ class StepLock:
         """Run one step. The caller holds the lock.
 
         Raises:
-          ServingError: A step is running, and one of its callbacks called this.
+          ServingError: The call comes from a callback of the step that is running.
           AgreementError: Another process has made other calls.
         """
         if self._loop.stepping:
@@ -77,8 +77,8 @@ class StepLock:
 
         Args:
           done: Whether to return.
-          whole: Whether a step that another thread runs must end first. It may still call
-            callbacks, and their errors change the result of a request.
+          whole: Whether a step that another thread runs must end first. Such a step may still call
+            callbacks, and an error of a callback changes the result of its request.
         """
         while whole or not done():
             with self._lock:

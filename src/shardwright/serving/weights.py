@@ -33,9 +33,9 @@ class Update:
     Attributes:
       version: The version that the engine serves now.
       plans: How the weights moved: a plan for decode, and another one if prefill has its own
-        weights. They cover the weights on devices.
-      placed_bytes: Bytes of the other weights: those in host memory, and those that JAX may place
-        anew in each step, such as `jnp.float32(1)`. They are copied without a plan.
+        weights. The plans cover the weights on devices.
+      placed_bytes: Bytes of the weights that are copied without a plan: those in host memory, and
+        those that JAX may place anew in each step, such as `jnp.float32(1)`.
     """
 
     version: Version
@@ -70,8 +70,8 @@ def next_version(current: Version, given: Version | None) -> Version:
     """Return the version of an update. It defaults to the next integer.
 
     Raises:
-      ServingError: The version is not an integer or a text, it is the current one, or it is absent
-        and the current one is a text.
+      ServingError: The version is not an integer or a text; or it is the current version; or it is
+        absent, and the current version is a text.
     """
     fix = f"pass an integer or a text other than {current!r}"
     if given is None:
@@ -211,7 +211,10 @@ def resumable(complete: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def _target(old: Any) -> NamedSharding | None:
-    """Return the sharding to which a weight moves by plan. None if it is placed without one."""
+    """Return the sharding to which a weight moves by a plan.
+
+    None if it is placed without a plan.
+    """
     sharding = old.sharding if isinstance(old, jax.Array) else None
     if isinstance(sharding, SingleDeviceSharding) and old.committed:
         (device,) = sharding.device_set
@@ -223,7 +226,7 @@ def _target(old: Any) -> NamedSharding | None:
 
 
 def _place(leaf: Any, old: Any) -> Any:
-    """Return a copy of a weight at the place of the served one, if that place is not on a mesh."""
+    """Return a copy of a weight in the place of the served weight, which is not on a mesh."""
     dtype = jnp.result_type(old)
     if not isinstance(old, jax.Array):
         return np.array(leaf, dtype)
@@ -233,7 +236,7 @@ def _place(leaf: Any, old: Any) -> Any:
 
 
 def _as_served(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Return a weight that has moved, without its mesh if the old one is on a single device."""
+    """Return a weight that has moved. If the old weight is on a single device, remove the mesh."""
     if isinstance(old.sharding, SingleDeviceSharding):
         # Remove the mesh from the array's type, without a copy: jit compiles for each type.
         single: jax.Array = jax.device_put(new.addressable_shards[0].data, old.sharding)
@@ -256,10 +259,11 @@ def _without_shared(moved: Any, plan: ReshardPlan) -> Any:
 def check_weights(new: Any, old: Any, name: str) -> Any:
     """Check that new weights fit the old ones, and return the dtype to which floats are cast.
 
-    It is None if the old weights have several floating-point dtypes.
+    The dtype is None if the old weights have several floating-point dtypes.
 
     Raises:
-      ServingError: The trees have different structures, shapes or dtypes. It names all differences.
+      ServingError: The trees have different structures, shapes or dtypes. The error names all
+        differences.
     """
     given = jax.tree_util.tree_flatten_with_path(new)[0]
     served = jax.tree_util.tree_flatten_with_path(old)[0]

@@ -22,7 +22,7 @@ SCHEMA: Final = {"anyOf": [TEXT, {"type": "array", "items": TEXT}]}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableCandidates:
-    """Candidates that one name has in one table, with the line where they are written."""
+    """The part of a name's chain that is in one table, with the line where it is written."""
 
     name: str
     text: str
@@ -84,7 +84,7 @@ def normalized(
 
 
 def _array_problems(name: str, value: Sequence[Any], origin: KeySources) -> list[Problem]:
-    """Return the problems of an array: values of wrong types, and keys written in two spellings."""
+    """Return the problems of an array: values of wrong types, and keys that have two spellings."""
     problems = []
 
     def add(what: str, fix: str, *path: str) -> None:

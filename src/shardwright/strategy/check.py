@@ -67,7 +67,11 @@ def data_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Probl
 def pipeline_problems(
     data: Mapping[str, Any], parsed: ParsedTables, origin: KeySources
 ) -> Iterator[Problem]:
-    """Yield every problem of `[pipeline]` and of the rule of LAYERS, which need each other."""
+    """Yield every problem of `[pipeline]` and of the rule of LAYERS.
+
+    Layers that are stored over pp need a schedule, and a schedule other than "none" needs such
+    layers.
+    """
     table, policy = (
         value if isinstance(value := data.get(name), Mapping) else {}
         for name in ("pipeline", "policy")
@@ -108,7 +112,7 @@ def pipeline_problems(
 def name_problems(
     data: Mapping[str, Any], parsed: ParsedTables, *, origin: KeySources
 ) -> Iterator[Problem]:
-    """Yield a problem for each axis and each mesh axis that nothing declares."""
+    """Yield a problem for each axis and each mesh axis that is used but not declared."""
     user_axes = data.get("axes")
     names = [*user_axes] if isinstance(user_axes, Mapping) else []
     known = KNOWN_AXES | {canonical_axis(name) for name in names if isinstance(name, str)}

@@ -57,7 +57,7 @@ def strategy_names(text: str | Path, root: Path = Path()) -> list[str]:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether the name of a strategy is that of a file, and not that of a preset."""
+    """Return whether the name of a strategy means a file, and not a preset."""
     return name.endswith((".toml", ".json")) or os.sep in name
 
 
@@ -78,7 +78,8 @@ def file_to_edit(name: str, source: str) -> str:
 
     Args:
       name: Name of the strategy.
-      source: Its file, or the last one of an overlay. Empty for one that is not read from a file.
+      source: The file of the strategy, or the last file of an overlay. Empty if the strategy was
+        not read from a file.
     """
     # The file of a preset is part of the package.
     if name in preset_names() and source == f"{name}.toml":

@@ -19,7 +19,7 @@ def source_of(path: KeyPath, origin: Mapping[KeyPath, str]) -> str:
 
 
 def where(path: KeyPath, origin: Mapping[KeyPath, str]) -> str:
-    """Return `file:line key.path`, leaving out what is unknown."""
+    """Return `file:line key.path`, without the parts that are unknown."""
     return f"{source_of(path, origin)} {'.'.join(path)}".strip()
 
 

@@ -15,8 +15,8 @@ def overlay_problems(
 ) -> list[Problem]:
     """Return a problem if one strategy has `axis_types` as a word and the other as a table.
 
-    A word covers all mesh axes, and a table covers some. The overlay would leave the types of the
-    other mesh axes undefined.
+    A word covers all mesh axes, and a table covers only some. An overlay of both would leave the
+    types of the mesh axes outside of the table undefined.
     """
     low, high = base.get("axis_types"), other.get("axis_types")
     if low is None or high is None or isinstance(low, Mapping) == isinstance(high, Mapping):
@@ -74,8 +74,8 @@ def merge_origin(base: KeySources, other: KeySources, data: Mapping[str, Any]) -
     no longer applies.
 
     Args:
-      base: Origin of the strategy below.
-      other: Origin of the strategy above.
+      base: Origin of the strategy `base`.
+      other: Origin of the strategy `other`, which is laid over `base`.
       data: Plain data of the strategy above.
     """
     # Key paths have the numbers of entries, `("tensors", "0")`, so the entries of `base` get larger

@@ -57,7 +57,10 @@ def problems_of(
 
 
 def _is_other_form(entry: Any) -> bool:
-    """Tell whether an error is about the form of `axis_types`, word or table, that is not used."""
+    """Tell whether an error is about the form of `axis_types` that the strategy does not use.
+
+    `axis_types` is either a word or a table, and pydantic reports the errors of both.
+    """
     if entry["loc"][:1] != ("axis_types",) or len(entry["loc"]) < 2:
         return False
     if str(entry["loc"][1]).startswith("literal["):
@@ -130,7 +133,7 @@ def _fix_for_text(value: Any, path: KeyPath) -> str:
 
 
 def _known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:
-    """Return the keys of the innermost table in which the last part of a path is a key."""
+    """Return the known keys of the innermost table on a path."""
     table: Any = model
     for part in path[:-1]:
         field = table.model_fields.get(part)

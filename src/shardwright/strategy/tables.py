@@ -23,7 +23,7 @@ class ParsedTables:
       orders: For each array of tables, the axis of every candidate, in the order written.
       gather: Rule of `policy.gather`: one candidate, or "-". None if it is neither.
       largest_dim: Rule of `policy.largest_dim`. None if it does not parse.
-      zero1: The same for `policy.zero1`.
+      zero1: Rule of `policy.zero1`. None if it does not parse.
       idle: Rule of `policy.idle`: one candidate, or "-". None if it is neither.
       problems: Every problem of the rules' texts.
     """
@@ -116,7 +116,7 @@ def parse_rules(data: Mapping[str, Any], origin: KeySources) -> ParsedTables:
 
 
 def _continuation_fault(first: Rule, rest: Rule) -> tuple[str, str] | None:
-    """Return (what, fix) if a chain cannot continue in a later table of the array."""
+    """Return what is wrong and the fix if a chain cannot continue in a later table of the array."""
     if first.fallback:
         what = f'nothing may follow "{first.fallback}", which always fits'
         return what, f"drop this line, or the fallback of {first.ref}"
@@ -127,7 +127,10 @@ def _continuation_fault(first: Rule, rest: Rule) -> tuple[str, str] | None:
 
 
 def _continued(first: Rule, rest: Rule) -> Rule:
-    """Return the rule of a chain whose second part is in a later table of the array."""
+    """Join the two parts of a chain to one rule.
+
+    The second part is in a later table of the array.
+    """
     ref = dataclasses.replace(
         first.ref,
         text=f"{first.ref.text} | {rest.ref.text}",

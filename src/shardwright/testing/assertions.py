@@ -111,7 +111,7 @@ def assert_max_replicated(
         same array give 7/8.
 
     Raises:
-      AssertionError: more is replicated. The arrays with the most copies come first.
+      AssertionError: more is replicated. The message lists the arrays with the most copies first.
       TypeError: `bytes` and `fraction` are both given, or neither is.
       ValueError: `fraction` is below 0 or above 1, or `bytes` is below 0.
       StrategyError: a leaf has no sharding, there are no leaves, or none is placed on a mesh.
@@ -176,27 +176,28 @@ def assert_collectives(
     """Assert which collectives a program runs: how often, over which axis, with how many bytes.
 
     `assert_collectives(step, params, batch, all_gather=2, reduce_scatter=1, axis="fsdp")`. A
-    collective in a loop counts once per trip; one in a branch counts as if the branch were taken.
-    Kinds that are not named may occur, unless `only` is set.
+    collective in a loop counts once per trip. A collective in a branch counts as if the branch were
+    taken. Kinds that are not named may occur, unless `only` is set.
 
     Args:
       program: a function, jitted or not; the result of `lower` or `compile`; HLO text; or the
         result of `read_collectives`.
       *args: arguments of a function: arrays or `ShapeDtypeStruct`s.
       all_gather: number of runs, as an integer or a `range`.
-      all_reduce: see `all_gather`. On CPU it replaces the reduce-scatter of TPU and GPU.
+      all_reduce: see `all_gather`. On CPU, an all-reduce takes the place of each reduce-scatter of
+        TPU and GPU.
       reduce_scatter: see `all_gather`.
       all_to_all: see `all_gather`.
       permute: see `all_gather`.
       broadcast: see `all_gather`.
       ragged_all_to_all: see `all_gather`.
       only: forbid kinds that are not named.
-      axis: count only collectives over this mesh axis or semantic axis. Several axes mean
-        collectives over exactly these, where axes of one device are ignored.
+      axis: count only collectives over this mesh axis or semantic axis. If several axes are given,
+        count only collectives over exactly these axes. Axes of one device are ignored.
       bytes: logical bytes of the named kinds, or of all kinds if none is named, as an integer or a
-        `range`. Loops count once per trip. The element types are those that the program has before
-        XLA for CPU widens some of them. A program that is already compiled does not show all of
-        them.
+        `range`. Loops count once per trip. Bytes are counted with the element types that the
+        program has before XLA for CPU widens some of them. A program that is already compiled does
+        not show all of these types.
       mesh: Defaults to the manager's, else to that of the program's arguments and results.
       manager: ambient while a function compiles. Defaults to the ambient one.
       trips: number of trips of each loop whose end depends on data.

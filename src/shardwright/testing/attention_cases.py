@@ -48,8 +48,8 @@ class Case:
       stored: Dtype of quantized k and v, or None.
       coarse: Whether q and k are multiples of 1/4. A bias added to their scores is then rounded
         in the same way by every implementation.
-      spread: Standard deviation of the scaled scores.
-      slack: Factor of the tolerances.
+      spread: Standard deviation of the scores, `scale * q k^T`.
+      slack: Factor by which the tolerances are multiplied.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Case:
     def _with_remains(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Put NaN into rows that hold no key, because a cache may hold anything there.
 
-        Training cases are left out: training uses no cache.
+        Arrays of training cases are not changed, because training uses no cache.
         """
         positions = np.broadcast_to(
             arrays.get("kv_positions", np.arange(self.kv_length)), (self.batch, self.kv_length)

@@ -44,12 +44,12 @@ FLOAT32_UNIT: Final = 2.0**-24
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerances:
-    """The largest errors of an implementation.
+    """The largest errors that an implementation may have.
 
     Attributes:
       forward: Largest difference of float32 outputs, relative to the largest value if that is above
         1.
-      backward: The same for float32 gradients.
+      backward: Largest difference of float32 gradients, relative in the same way.
       relative: In bfloat16, the norm of the error relative to the norm of the expected values.
     """
 
@@ -66,7 +66,7 @@ class Tolerances:
         )
 
     def with_logits(self, spread: float) -> Tolerances:
-        """Add the largest error of rounding a logit to float32.
+        """Return tolerances that also allow the largest error of rounding a logit to float32.
 
         The largest of normally distributed logits is about 4 standard deviations. An absolute error
         of a logit is a relative error of its probability.
@@ -127,8 +127,8 @@ class AttentionConformance:
 
     Attributes:
       implementation: The registered name.
-      refuses: Function of a call that tells whether it must be refused. Then the test fails if
-        `supports` refuses other calls. None accepts whatever `supports` refuses.
+      refuses: Function that tells whether a call must be refused. The test then fails if `supports`
+        refuses any other call. None accepts whatever `supports` refuses.
       tolerances: The largest errors.
       every: Whether to test every cell of the conformance table, more than 2,000. By default, each
         case runs on two meshes only.
@@ -147,7 +147,10 @@ class AttentionConformance:
 
     @classmethod
     def cells(cls) -> list[Cell]:
-        """Return the cells to test; by default meshes, dtypes and axis types take turns."""
+        """Return the cells to test.
+
+        By default, each case has two cells, with meshes, dtypes and axis types in turn.
+        """
         if cls.every:
             return [
                 dataclasses.replace(cell, devices=tuple(cls.devices))

@@ -50,19 +50,21 @@ def assert_same_as_unsharded(
 ) -> None:
     """Assert that a function of sharded arrays gives the values and gradients of one device.
 
-    `assert_same_as_unsharded(loss, params, batch, manager=pm)`. The function runs twice, jitted:
-    on the sharded arguments, then on copies on one device under the same rules. Gradients are
-    compared too. They are gradients of a sum of all floating-point results with fixed weights, with
-    respect to each floating-point argument.
+    `assert_same_as_unsharded(loss, params, batch, manager=pm)`. The function runs twice, jitted: on
+    the sharded arguments, then on copies on one device under the same rules. Gradients are compared
+    too: those of a weighted sum of all floating-point results, with fixed weights, with respect to
+    each floating-point argument.
 
     Args:
-      f: the function. It must use the ambient manager or mesh, not one of its own.
+      f: the function. The function must use the ambient manager or mesh, not a manager or a mesh of
+        its own.
       *args: sharded arrays, and trees of them.
       manager: Defaults to the ambient one.
       mesh: the mesh to set, for functions without a manager. Defaults to that of the arguments.
       grad: compare gradients too.
-      reference: runs on one device instead of `f`, without a manager or a mesh. A function that
-        contains a `NamedSharding` of its mesh needs it; one with a bare `PartitionSpec` does not.
+      reference: runs on one device instead of `f`, without a manager or a mesh. If `f` contains a
+        `NamedSharding` of its mesh, a reference is required. If it contains only bare
+        `PartitionSpec`s, it is not.
       rtol: allowed difference, relative to the largest value of the array. Defaults to 2e-5 for
         float32 and 3e-2 for bfloat16.
       atol: allowed absolute difference, added to the relative one.
@@ -212,7 +214,7 @@ def _direction(array: Any) -> Any:
 
 
 def _check_comparable(name: str, sharded: Any, unsharded: Any) -> None:
-    """Check that both have the same tree, and that there are numbers in it."""
+    """Check that both results have the same tree, and that the tree contains numbers."""
     __tracebackhide__ = True
     has, wants = (str(jax.tree.structure(tree[0])) for tree in (sharded, unsharded))
     if has != wants:

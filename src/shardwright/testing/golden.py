@@ -49,7 +49,7 @@ class Golden:
       case: `dp2-tp4`, appended to the names that calls give, so that each mesh has its own files.
       parameters: the parameters in the test's id. They are not added to the names that calls give,
         so tests that differ only in parameters share these files.
-      rivals: the tests, with this one, that would use the same file by default.
+      rivals: the tests, this one included, that would use the same file by default.
       used: name → text of each file that the test has used.
       written: the names of the files that were written.
     """
@@ -110,7 +110,7 @@ class Golden:
         self._compare(path, text)
 
     def _compare(self, path: Path, text: str, *, shared: str = "") -> bool:
-        """Compare, or write and tell whether the file changed.
+        """Compare text with a file. In an update, write the file, and tell whether it changed.
 
         `shared` holds parameters of the test that the file's name leaves out.
         """
@@ -172,10 +172,10 @@ def write(path: Path, text: str) -> None:
 
 
 def difference(golden: str, now: str) -> str:
-    """Return the lines that differ, with a few around them.
+    """Return the lines that differ, with a few lines around them.
 
-    Differences of blanks are left out if other characters differ too, because one longer cell moves
-    the columns of a whole table.
+    If other characters differ too, differences that are only blanks are left out, because one
+    longer cell moves the columns of a whole table.
     """
     before, after = golden.splitlines(), now.splitlines()
     old, new = ([_BLANKS.sub(" ", line).strip() for line in lines] for lines in (before, after))

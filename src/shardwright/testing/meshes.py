@@ -22,9 +22,10 @@ _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 def virtual_devices(count: int) -> list[jax.Device]:
     """Give this process at least `count` CPU devices and return the first `count`.
 
-    Call it before the first operation of JAX. That operation starts the backend, and then the
-    number of devices is fixed. A larger number in XLA_FLAGS or `jax_num_cpu_devices` stays, a
-    smaller one is raised. A second call with the same count changes nothing.
+    Call this function before the first operation of JAX. The first operation starts the backend,
+    and then the number of devices is fixed. If XLA_FLAGS or `jax_num_cpu_devices` ask for more
+    devices, their number stays. If they ask for fewer, it is raised to `count`. A second call with
+    the same count changes nothing.
 
     Raises:
       MeshSpecError: `count` is below 1, the backend already runs with fewer devices, or JAX has
@@ -40,7 +41,8 @@ def cpu_mesh(
 ) -> Mesh:
     """Build a mesh of virtual CPU devices.
 
-    The process gets 8 devices, or more if the mesh needs more. The mesh takes the first of them.
+    The process gets 8 devices, or more if the mesh needs more. The mesh takes the first of these
+    devices.
 
     Args:
       axis_dims: as in `create_mesh`; -1 takes all CPU devices of the process.
@@ -65,7 +67,10 @@ def requested_devices() -> int:
 
 
 def flagged_devices() -> int:
-    """Return the number of CPU devices in XLA_FLAGS, or 1; JAX's own option overrides it."""
+    """Return the number of CPU devices in XLA_FLAGS, or 1.
+
+    JAX's own option overrides this number.
+    """
     flags = _FLAG.findall(os.environ.get("XLA_FLAGS", ""))
     return int(flags[-1]) if flags else 1
 

@@ -229,7 +229,9 @@ def _entries(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
 
 
 def _unreduced(sharding: NamedSharding) -> list[str]:
-    """Return the mesh axes along which every device holds a summand, in mesh order.
+    """Return the mesh axes over which the array is unreduced, in mesh order.
+
+    Along these axes, each device holds one term of a sum.
 
     Mesh axes of size 1 are left out.
     """
@@ -250,7 +252,10 @@ def _devices_text(sharding: NamedSharding) -> str:
 
 
 def _pairs(pair: Wanted) -> list[tuple[Any, Any]]:
-    """Return the mesh axes of each dim, found and expected; (None, ()) if not comparable."""
+    """Return a pair for each dim: the mesh axes found and expected.
+
+    If they cannot be compared, the pair is (None, ()).
+    """
     own: Any = getattr(pair.value, "sharding", None)
     wanted: Any = pair.sharding
     rank = np.ndim(pair.value)
@@ -325,7 +330,7 @@ def _row(pair: Wanted) -> tuple[str, ...]:
 
 
 def sharding_text(sharding: Sharding | None) -> str:
-    """Return a sharding as a spec where it has one, else its kind."""
+    """Return as text the spec of a sharding if it has one, else its kind."""
     if isinstance(sharding, NamedSharding):
         return spec_text(sharding.spec)
     return "-" if sharding is None else type(sharding).__name__

@@ -37,7 +37,7 @@ class CompiledCollectives:
 
     Attributes:
       name: the function's name, or `the program`.
-      collectives: in the order of the program.
+      collectives: the collectives, in the order of the program.
       sizes: mesh axis → size; empty if only collectives were given.
       carried: mesh axis → the semantic axes that the rules may put on it; None without a manager.
     """
@@ -50,8 +50,8 @@ class CompiledCollectives:
     def over(self, axis: Axis | None, *, exactly: bool = True) -> tuple[Collective, ...]:
         """Return the collectives over a mesh axis, a semantic axis, or several.
 
-        Several axes mean exactly these, or any of them if `exactly` is False. Mesh axes of one
-        device are ignored, since nothing is sent along them.
+        With several axes, return the collectives over exactly these axes or, if `exactly` is False,
+        over any of them. Mesh axes of one device are ignored, since nothing is sent along them.
 
         Raises:
           UnknownAxisError: the axis is neither in the mesh nor in the rules.
@@ -231,7 +231,10 @@ def function_name(f: Callable[..., Any]) -> str:
 
 
 def _checked_mesh(requested: Mesh | AbstractMesh | None, compiled: Any) -> Mesh | AbstractMesh:
-    """Return the mesh of the caller, or that of the program's arguments; they must agree."""
+    """Return the mesh of the caller, or that of the program's arguments.
+
+    If both exist, they must agree.
+    """
     shardings = (
         ()
         if isinstance(compiled, str)

@@ -104,7 +104,7 @@ def generate(metafunc: pytest.Metafunc) -> None:
 def _nearest_markers(definition: Any) -> list[pytest.Mark]:
     """Return the `mesh` markers of the function, its class or its module, in written order.
 
-    Only the markers of the nearest one count.
+    Only the markers of the nearest one of these count.
     """
     marked = list(definition.iter_markers_with_node("mesh"))
     # pytest yields the nearest node first.
@@ -162,7 +162,8 @@ def _several(value: Any) -> Sequence[Any]:
 def prepare(requested: int | None) -> None:
     """Request the devices of the session before a backend starts.
 
-    XLA_FLAGS and `jax_num_cpu_devices` count, unless the plugin's option is larger.
+    If XLA_FLAGS or `jax_num_cpu_devices` request at least as many devices as the plugin's option,
+    they stay as they are.
     """
     already = max(requested_devices(), flagged_devices())
     if requested:
@@ -235,7 +236,7 @@ def _strategy(strategy: Any, root: Path) -> Any:
 
 @contextlib.contextmanager
 def _computing_on(device: jax.Device) -> Iterator[None]:
-    """Place uncommitted arrays on the platform of the mesh if it is not JAX's default."""
+    """Place uncommitted arrays on the platform of the mesh, if JAX's default is another one."""
     if device.platform == jax.default_backend():
         yield
     else:

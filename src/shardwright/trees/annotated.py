@@ -39,7 +39,7 @@ class Paired:
         """Yield (annotation, shape) of each array.
 
         Raises:
-          AttributeError: A leaf has no shape, or no axes although no annotations were given.
+          AttributeError: A leaf has no shape. Or no annotations were given, and a leaf has no axes.
         """
         if self.annotations is self.leaves:
             return map(_AXES_AND_SHAPE, self.leaves)
@@ -49,8 +49,8 @@ class Paired:
 def pair(tree: Any, annotations: Any = None) -> Paired | None:
     """Pair each array with the annotation at its path. Return None if the structures differ.
 
-    This is the fast path: it calls no function per leaf, because that would take most of the time.
-    `annotated_leaves` handles annotations that cover a subtree, and reports errors by path.
+    This is the fast path: it calls no function per leaf, because such calls would take most of the
+    time. `annotated_leaves` handles annotations that cover a subtree, and reports errors by path.
     """
     leaves, structure = jax.tree.flatten(tree)
     if annotations is None:

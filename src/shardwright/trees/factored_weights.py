@@ -1,6 +1,6 @@
 """Annotate weights that are stored as several arrays.
 
-Such weights are quantized values with their scales, and low-rank pairs. The annotations of these
+Such weights are quantized values with their scales, or low-rank pairs. The annotations of these
 arrays are derived from the annotation of the whole weight.
 """
 
@@ -121,7 +121,7 @@ def _block_counts(spec: ArraySpec, blocks: tuple[int, ...], path: str) -> tuple[
 def scale_axes(
     axes: Any, shape: Sequence[int], *, scale_shape: Sequence[int], path: str = ""
 ) -> PartOf:
-    """Annotate the scales of values that already exist, from the two shapes.
+    """Annotate the scales of quantized values that already exist, from the shapes of both.
 
     Args:
       axes: Annotation of the values.
@@ -152,15 +152,16 @@ def annotate_parts(
 ) -> list[Any]:
     """Return the annotation of each array in a value, given one set of names for the whole value.
 
-    A value without arrays, such as a masked parameter, has no annotations. Of several arrays, as in
-    a quantized weight, the names belong to the largest one. Another array with as many dims has one
-    element per block, as a scale has. A scalar has no axes. Any other array is a problem at `path`,
-    because its dims have no names.
+    A value without arrays, such as a masked parameter, has no annotations. If there are several
+    arrays, as in a quantized weight, the names belong to the largest array. Another array with as
+    many dims has one element per block of the largest, like a scale. A scalar has no axes. Any
+    other array is a problem at `path`, because its dims have no names.
 
     Args:
       value: An array, or a tree of arrays.
-      axes_of: Function that returns the axes of an array of a given shape by its names.
-      path: Where the names are.
+      axes_of: Function of a shape that returns the axes which the names give to an array of this
+        shape.
+      path: Path of the names, for problems.
       problems: List to which problems are added.
     """
     shapes = [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(value)]

@@ -123,7 +123,7 @@ def stack_specs(specs: Any, layers: int, *, axis: str = LAYERS, repeats: int = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _InitInRepeats:
-    """Initialize a stack `[repeats, layers / repeats, ...]` as one of all layers."""
+    """Initialize a stack of all layers, and reshape it to `[repeats, layers / repeats, ...]`."""
 
     init: Initializer
 

@@ -156,7 +156,7 @@ def _known_nodes(state: Any, prefix: Path = ()) -> Iterator[tuple[Path, str]]:
 
 
 def changes_dims(state: Any) -> bool:
-    """Tell whether a state has arrays with other dims than their parameters: factored moments."""
+    """Tell whether a state has factored moments, whose dims are not those of their parameters."""
     return any(kind in _DIMS_BY_FIELD for _, kind in _known_nodes(state))
 
 
@@ -174,7 +174,7 @@ class Follower:
 
     Attributes:
       path: Path of the array.
-      param: Parameter that it follows; None if `override` annotates it.
+      param: Parameter that the array follows; None if `override` annotates the array.
       dims: For each dim of the array, the dim of the parameter that it follows, or None.
       override: Annotation of an array that follows no parameter.
     """
@@ -217,8 +217,8 @@ def annotate_state(
 
     An array follows a parameter if a part of the state has the structure of the parameters, and in
     this part the array has the path and the shape of the parameter. Masks may leave out parameters
-    and whole subtrees. For the states that optax factors, stacks or lists, the type of the state
-    decides which dims the array has. Scalars need no annotation.
+    and whole subtrees. Some optax states are factored, stacked or lists: there, the type of the
+    state decides which dims of the parameter the array has. Scalars need no annotation.
 
     Args:
       state: The state, or `jax.eval_shape(tx.init, params)`.
@@ -271,7 +271,10 @@ def annotate_state(
 
 
 def _unused_overrides(patterns: Sequence[re.Pattern[str]], paths: Sequence[str]) -> list[Problem]:
-    """Return a problem for each override that matches no array. It is probably a typing error."""
+    """Return a problem for each override that matches no array.
+
+    Its pattern is probably misspelled.
+    """
     unused = [
         pattern.pattern for pattern in patterns if not any(pattern.search(path) for path in paths)
     ]
@@ -305,7 +308,7 @@ class _StateIndex:
 
     @classmethod
     def of(cls, state: Any, params: Any, annotations: Any) -> list[_StateIndex]:
-        """Return the tables of the parameters, and of the fast ones of `optax.lookahead`."""
+        """Return the tables of the parameters, and of the fast parameters of `optax.lookahead`."""
         named = annotated_leaves(params, annotations)
         pairs, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_array_spec)
         by_path = {tuple(path): leaf for (path, _), leaf in zip(pairs, named, strict=True)}
@@ -367,9 +370,9 @@ class _StateIndex:
     def _projected(
         self, path: Path, shape: tuple[int, ...], owner: Leaf | None
     ) -> Follower | Problem | None:
-        """Return the follower or the problem of an array below a type of `_PROJECTED`.
+        """Return how an array below a type of `_PROJECTED` follows its parameter, or its problem.
 
-        Return None if the array is elsewhere, or its parameter is not projected.
+        Return None if the array is not below such a type, or its parameter is not projected.
         """
         at = next((at for at in range(len(path)) if self.kinds.get(path[:at]) in _PROJECTED), None)
         if at is None:
@@ -418,7 +421,7 @@ class _StateIndex:
 def _copies_of(known: set[Path], params: Any, state: Any) -> Callable[[Path], bool]:
     """Return a function that tells whether the state below a path has the parameters' structure.
 
-    A mask has an empty tuple in place of a parameter, or of a whole subtree, without state.
+    A mask has an empty tuple in place of each parameter, or whole subtree, that has no state.
     """
     # The parameters themselves may contain empty tuples, so empty tuples count as entries too.
     places = {path for path, _ in _entries(params)}

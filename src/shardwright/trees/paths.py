@@ -54,8 +54,8 @@ def match_paths(tree: Any, rules: Iterable[tuple[str, Any]], *, strict: bool = T
     Args:
       tree: Arrays, or other values with a shape.
       rules: Pairs of pattern and annotation (or `PartitionSpec`), highest precedence first.
-      strict: Raise for unmatched paths. If false, replicate these arrays and list them in
-        `unmatched`.
+      strict: Whether unmatched paths are an error. If false, the arrays of these paths are
+        replicated and listed in `unmatched`.
 
     Raises:
       StrategyError: Paths match no rule, or a pattern or an annotation is invalid. The error names
@@ -120,7 +120,9 @@ def compile_rule(at: int, pattern: str, annotation: Any) -> tuple[re.Pattern[str
 
 
 def structure_differences(structure: Any, value: Any) -> list[tuple[Any, str, str]]:
-    """Return where a value lacks the nodes of a structure. A leaf stands for any subtree.
+    """Return the places where a value does not have the nodes of a structure.
+
+    A leaf stands for any subtree.
 
     Returns:
       Each entry has the key path, the node of the structure and the node of the value.
@@ -155,7 +157,10 @@ def _differences(tree: Any, value: Any, path: tuple[Any, ...]) -> Iterator[tuple
 
 
 def _children(node: Any) -> tuple[dict[Any, Any] | None, Any]:
-    """Return the children of a node by their keys, None for a leaf, and its own structure."""
+    """Return the children of a node by key, and the structure of the node.
+
+    A leaf has None in place of children.
+    """
     # `is_leaf` stops below the node itself, so this flattens a single level.
     children, structure = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda x: x is not node

@@ -80,8 +80,8 @@ def as_tensors(values: Any) -> tuple[Tensor, ...]:
     ['mlp/up']
 
     Raises:
-      StrategyError: A leaf is none of these, or is a tuple of tuples of axes, which can be read as
-        one annotation of composites or as several annotations.
+      StrategyError: A leaf is none of these. Or it is a tuple of tuples of axes, which can be read
+        as one annotation of composites or as several annotations.
     """
     # `()` is also the annotation of a scalar, and would become one tensor.
     if isinstance(values, (tuple, list)) and not values:

@@ -84,7 +84,7 @@ class ArraySpec(SizedAnnotation):
         return len(self.shape)
 
     def lowered(self, shape: Sequence[int] | None) -> Lowered:
-        """Check that `shape` is the spec's own, and return the dims of the axes."""
+        """Check that `shape` is the shape of this `ArraySpec`, and return the dims of its axes."""
         if shape is not None and tuple(shape) != self.shape:
             what = f"the array has shape {tuple(shape)}, its ArraySpec has {self.shape}"
             raise RankMismatchError(what, fix="give both the same shape")
@@ -107,8 +107,8 @@ class PartOf(SizedAnnotation):
       annotation: The whole array's annotation.
       shape: The whole array's shape.
       dims: For each dim of the part, the dim of the whole that it follows; None for a dim that is
-        not sharded. A dim may be shorter than the one it follows (a number of blocks, for
-        instance), never longer.
+        not sharded. A dim of the part may be shorter than the dim that it follows (a number of
+        blocks, for instance), but never longer.
       path: The whole array's path.
 
     Raises:
@@ -155,8 +155,8 @@ class PartOf(SizedAnnotation):
         return Lowered(dims=dims, mode=whole.mode, role=Role.PARAM)
 
     def described(self) -> str:
-        """Return the annotation of the whole, and the dims that the part follows if it does not
-        follow all of them in order.
+        """Return the annotation of the whole as text. If the part does not follow all dims of the
+        whole in order, add the dims that it follows.
         """
         whole = describe(self.annotation)
         if self.dims == tuple(range(len(self.shape))):
@@ -199,12 +199,12 @@ class Unreduced(SizedAnnotation):
             raise StrategyError(f"{quoted(self.over)} is not an axis", path="over", fix=fix)
 
     def lowered(self, shape: Sequence[int] | None) -> Lowered:
-        """Return the dims of the value, and the one that was summed over."""
+        """Return the dims of the value, and the dim that was summed over."""
         (over,) = lower((self.over,)).dims
         return dataclasses.replace(lower(self.axes, shape), unreduced=over)
 
     def described(self) -> str:
-        """Return the axes, and the one that was summed over, as text for messages."""
+        """Return the axes, and the axis that was summed over, as text for messages."""
         return f"{describe(self.axes)} unreduced over {lower((self.over,)).dims[0].label}"
 
 
@@ -215,7 +215,9 @@ def _is_dim(entry: object) -> bool:
 
 
 def is_annotation(value: object) -> TypeGuard[Any]:
-    """Tell whether a value is an annotation. Use it as `is_leaf` for every tree of annotations.
+    """Tell whether a value is an annotation.
+
+    Pass this function as `is_leaf` for every tree of annotations.
 
     >>> is_annotation(("__BATCH__", "_")), is_annotation(()), is_annotation(["__BATCH__"])
     (True, True, False)
@@ -292,7 +294,10 @@ def _frozen_entry(entry: Any) -> Any:
 
 
 def read_annotation(axes: tuple[Any, ...]) -> Any:
-    """Return `*axes` as one annotation. They are either its entries or one complete annotation."""
+    """Return `*axes` as one annotation.
+
+    The arguments are either the entries of the annotation, or one complete annotation.
+    """
     return as_annotation(join_axes(axes))
 
 
@@ -332,8 +337,8 @@ def stacked(annotation: Any, layers: int | None = None, *, axis: str = LAYERS) -
       annotation: Annotation of one layer.
       layers: Number of layers. Required for an `ArraySpec` or a `PartOf`, not allowed for other
         annotations.
-      axis: Axis of the new dim. `EMPTY` stacks what is already a stack of layers, such as the
-        adapters of several users; this dim is not sharded.
+      axis: Axis of the new dim. With `EMPTY`, the new dim is not sharded, and an annotation that is
+        already a stack of layers can be stacked again, such as the adapters of several users.
 
     Raises:
       StrategyError: `layers` is missing, not allowed or not a positive integer; a literal spec is

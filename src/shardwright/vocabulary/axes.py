@@ -1,7 +1,7 @@
 """The vocabulary: semantic names of array dimensions, as plain strings.
 
-The constants are exact `str`, not enum members. JAX interns `PartitionSpec`s: of equal specs it
-keeps the first, so an enum member would also appear in the specs of other code.
+The constants are exact `str`, not enum members. JAX interns `PartitionSpec`s: it keeps the first
+one of equal specs, so an enum member would also appear in the specs of other code.
 """
 
 from __future__ import annotations

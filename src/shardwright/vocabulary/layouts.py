@@ -2,7 +2,7 @@
 
 A layout is a tuple of dims and a mode. The class and its instances have the same attributes:
 `ColumnWise.axes` and `ColumnWise().axes` are both `[[FSDP, SP], TP]`. The dims of a weight are
-`[in, out]`. Those of an expert weight are `[experts, hidden, intermediate]` (column) or
+`[in, out]`. The dims of an expert weight are `[experts, hidden, intermediate]` (column) or
 `[experts, intermediate, hidden]` (row).
 """
 
@@ -77,7 +77,7 @@ class _Mode:
 class DynamicShardingAxes(_Fields):
     """The axes of an array, and the mode that applies if a call does not pass one.
 
-    Define your own in one of two ways:
+    Define a layout of your own in one of two ways:
 
     >>> class Scores(DynamicShardingAxes):
     ...     axes = [BATCH, HEAD, QUERY_LENGTH, EMPTY]
@@ -92,7 +92,7 @@ class DynamicShardingAxes(_Fields):
         1, else train.
       role: `Role.PARAM` for weight layouts, None if the call decides.
       semantic_axes: For weight layouts, the semantic axes that the parallelism axes stand for. In
-        the role `param` a dim follows the rule of that semantic axis, unless the strategy has a
+        the role `param`, a dim follows the rule of its semantic axis, unless the strategy has a
         rule for the parallelism axis itself.
 
     Raises:
@@ -128,7 +128,7 @@ class DynamicShardingAxes(_Fields):
             cls.mode = _Mode()
 
     def __new__(cls, axes: Any = NOT_GIVEN, mode: Any = NOT_GIVEN) -> Self:
-        """Create an instance. If its class defines axes, other axes are refused."""
+        """Create an instance. If the class defines axes, refuse other axes."""
         dims = cls.default_axes if isinstance(axes, EMPTY_VAL) else _freeze_dims(axes)
         if cls.named and dims != cls.default_axes:
             what = f"{cls.__name__} has the axes {_spell(cls.default_axes)}, not {_spell(dims)}"
@@ -149,7 +149,7 @@ class DynamicShardingAxes(_Fields):
         `_replace` calls this method too.
 
         Raises:
-          StrategyError: The constructor refuses them.
+          StrategyError: The constructor refuses the axes or the mode.
         """
         # The `_make` of a named tuple calls `tuple.__new__`, which would skip the checks.
         axes, mode = iterable

@@ -79,7 +79,8 @@ class Dim:
 class Lowered:
     """A lowered annotation: its dims, and the mode and role of a layout.
 
-    `unreduced` is the dim that the array has lost by a sum, if the sum stays unreduced.
+    `unreduced` is the dim that was summed over if the devices have not added the sum yet, else
+    None.
     """
 
     dims: tuple[Dim, ...]
@@ -89,7 +90,7 @@ class Lowered:
 
 
 class SizedAnnotation:
-    """Base of annotations that know a shape. Each lowers and describes itself."""
+    """Base of annotations that know a shape, and that lower and describe themselves."""
 
     __slots__ = ()
 

@@ -2,8 +2,8 @@
 
     scale: Annotated[float, number("positive", fix="write scale=1.0")] = 1.0
 
-`Literal`, classes and unions of classes need no `FieldKind`. An `Any` without one is not read.
-A fix may contain `{name}`, the name of the field.
+`Literal`, classes and unions of classes need no `FieldKind`. An `Any` without a `FieldKind` is not
+checked. A fix may contain `{name}`, the name of the field.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FieldKind(NamedTuple):
 
 
 def passes(test: Callable[[Any], object], what: str, *, fix: str) -> FieldKind:
-    """Return the kind of values for which `test` is true.
+    """Return the kind of a field that takes the values for which `test` is true.
 
     `what` is the end of the message, such as "is not positive" after `scale=-1`.
     """
@@ -50,7 +50,7 @@ def passes(test: Callable[[Any], object], what: str, *, fix: str) -> FieldKind:
 
 
 def instance(*classes: Any, fix: str = "") -> FieldKind:
-    """Return the kind of instances of one of the classes."""
+    """Return the kind of a field that takes instances of these classes."""
     words = " or ".join(_WORDS.get(each) or with_article(each) for each in classes)
 
     def read(name: str, value: Any) -> tuple[Any, Faults]:
@@ -64,7 +64,7 @@ def instance(*classes: Any, fix: str = "") -> FieldKind:
 
 
 def one_of(names: Collection[str]) -> FieldKind:
-    """Return the kind of names that are listed."""
+    """Return the kind of a field that takes one of the listed names."""
 
     def read(name: str, value: Any) -> tuple[Any, Faults]:
         if isinstance(value, str) and value in names:
@@ -76,7 +76,7 @@ def one_of(names: Collection[str]) -> FieldKind:
 
 
 def choice(words: type[enum.StrEnum]) -> FieldKind:
-    """Return the kind of the members of an enum, which may be written as text."""
+    """Return the kind of a field that takes a member of an enum, or its text."""
     known = one_of([*map(str, words)])
 
     def read(name: str, value: Any) -> tuple[Any, Faults]:
@@ -99,7 +99,10 @@ def integer(least: int = 1, most: int | None = None, fix: str = "") -> FieldKind
 
 
 def number(sign: Literal["any", "positive", "not negative"] = "any", *, fix: str) -> FieldKind:
-    """Return the kind of finite Python numbers. An array cannot be compiled into a program."""
+    """Return the kind of a field that takes finite Python numbers.
+
+    It takes no arrays, because an array cannot be compiled into a program.
+    """
     # `math.ulp(0.0)` is the smallest positive float, so `>= lowest` means above 0.
     lowest = {"any": -math.inf, "positive": math.ulp(0.0), "not negative": 0}[sign]
     words = {"any": "", "positive": " above 0", "not negative": " of at least 0"}[sign]
@@ -117,7 +120,7 @@ def number(sign: Literal["any", "positive", "not negative"] = "any", *, fix: str
 
 
 def floating(*, fix: str) -> FieldKind:
-    """Return the kind of floating-point dtypes that JAX has, read as NumPy dtypes."""
+    """Return the kind of a field that takes the floating-point dtypes of JAX, as NumPy dtypes."""
 
     def read(name: str, value: Any) -> tuple[Any, Faults]:
         try:
@@ -149,7 +152,9 @@ RATE: Final = FieldKind(_read_rate)
 
 
 def array(*shapes: tuple[int, ...], dtype: Any, layout: str = "", cast: str = "") -> FieldKind:
-    """Return the kind of arrays of one of the shapes, and of a dtype or of a class of dtypes.
+    """Return the kind of a field that takes arrays.
+
+    An array must have one of the shapes, and the dtype or a dtype of the class.
 
     `layout` is the fix of a wrong shape, `cast` the fix of a wrong dtype.
     """
@@ -192,7 +197,7 @@ def read_all(
 
 
 def refuse(error: type[ShardingError], *rules: tuple[object, str, str, str]) -> None:
-    """Raise the broken rules at once. A rule is (whether it is broken, path, what, fix)."""
+    """Raise one error for all broken rules. A rule is (whether it is broken, path, what, fix)."""
     broken = [each for is_broken, *each in rules if is_broken]
     raise_problems([Problem(error=error, path=at, what=what, fix=fix) for at, what, fix in broken])
 

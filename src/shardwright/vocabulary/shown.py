@@ -1,8 +1,8 @@
 """Show a value without knowing how: as text, as HTML for a notebook, or as data for JSON.
 
-The room `show` is above all rooms that have values. It registers a function per class here.
-`shardwright/__init__` names the file of each class, which is imported when the first value is
-shown, because tables and pages would slow down `import shardwright`.
+The room `show` is above all rooms that have values. `show` registers a function per class here.
+`shardwright/__init__` names the file that registers each class. This file is imported when the
+first value of the class is shown, because tables and pages would slow down `import shardwright`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def shown_by(files: Mapping[str, str]) -> None:
 class ShownForm(Generic[Shown]):
     """A way to show values: functions by class, which the files of `shardwright/show` register.
 
-    `functools.singledispatch` would cache that a class has no function, if one thread shows a value
-    while another thread imports the file that registers the class.
+    This is not `functools.singledispatch`: if one thread shows a value while another thread imports
+    the file that registers its class, `singledispatch` would cache that the class has no function.
     """
 
     def __init__(self) -> None:
         self.registry: dict[type, Callable[..., Shown]] = {}
 
     def register(self, cls: type) -> Callable[[Function], Function]:
-        """Return a decorator that adds the function of a class."""
+        """Return a decorator that registers a function for a class."""
 
         def add(function: Function) -> Function:
             self.registry[cls] = function
@@ -58,7 +58,7 @@ data_of: Final = ShownForm[dict[str, Any]]()
 
 
 def function_for(form: ShownForm[Shown], value: Any) -> Callable[..., Shown] | None:
-    """Return the function of a form for the class of a value, or for a base of it; None if none."""
+    """Return the function of a form for the class of a value or for one of its bases, or None."""
     # Also look at bases, because a class of another room may derive from a class that is shown.
     for base in type(value).__mro__:
         # Import in every call: if another thread is in the middle of the import, wait here.
