@@ -41,9 +41,9 @@ def dot_product_attention(
     """Attend: `softmax(softcap(scale * q k^T + bias))` over the visible keys, times v.
 
     Under an ambient manager, q is sharded by (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), and k and v by
-    (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM). The rules of the mode resolve them jointly. The result
-    equals that of an unsharded call. Softmax and sums are float32. A query that sees no key gets
-    exactly 0. All masks work by position, and True means attend.
+    (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM). The rules of the mode resolve the three shardings
+    jointly. The result equals that of an unsharded call. Softmax and sums are float32. A query that
+    sees no key gets exactly 0. All masks work by position, and True means attend.
 
     | positions given | position of a query | position of a key |
     | --- | --- | --- |
@@ -73,10 +73,11 @@ def dot_product_attention(
       positions: `[batch, q_length]` or `[q_length]` int; see the table.
       kv_positions: `[batch, kv_length]` or `[kv_length]` int; see the table.
       lengths: `[batch]` int. Only keys at positions below the length of their sequence are visible.
-      mask: A `masks.Mask`, or bool `[batch, heads, q_length, kv_length]`, each dim full or 1.
-      bias: `[batch, heads, q_length, kv_length]`, each dim full or 1. Added to the scaled logits. A
-        bias of at most -2e38 hides the pair.
-      sinks: `[heads]`, a logit per head that takes weight and contributes no value.
+      mask: A `masks.Mask`, or bool `[batch, heads, q_length, kv_length]`, where each dim has its
+        full size or 1.
+      bias: `[batch, heads, q_length, kv_length]`, where each dim has its full size or 1. It is
+        added to the scaled logits. A bias of at most -2e38 hides the pair.
+      sinks: `[heads]`, a logit per head that takes a share of the softmax and adds no value.
       k_scale: `[batch, kv_length, kv_heads]` float32 (in layout "BHTD"
         `[batch, kv_heads, kv_length]`) for int8 or float8 keys. Each key is `k * k_scale`. The
         scale multiplies the logits, so the keys are not copied. A call with scales has no gradient.
@@ -100,7 +101,7 @@ def dot_product_attention(
       The output, shaped like q with v's head_dim; a `Result` if the call asks for more.
 
     Raises:
-      AttentionError: The arguments do not go together, or no implementation can serve the call.
+      AttentionError: The arguments do not fit each other, or no implementation can serve the call.
         Raised before anything is traced.
       NoManagerError: No manager is entered or passed, and the call has no mode.
       ShardingError: The rules of the manager do not fit the arrays.

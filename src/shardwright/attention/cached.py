@@ -92,7 +92,7 @@ def append_and_attend(
 
     Raises:
       AttentionError: The arguments do not fit each other, a window is longer than that of a ring,
-        or the mode needs another sharding of the cache.
+        or the cache does not have the sharding of the mode.
       CacheError: Keys and values do not fit the cache.
       ShardingError: The rules of the manager do not fit the arrays.
     """
@@ -134,7 +134,7 @@ def append_and_attend(
 
 
 def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> jax.Array:
-    """Return the positions that an append would give, for rotary embeddings.
+    """Return the positions that an append would give to its tokens, for rotary embeddings.
 
     Args:
       cache: The cache before the append.

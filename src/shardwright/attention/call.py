@@ -2,9 +2,9 @@
 
 `Options` holds the keywords as the caller wrote them.
 
-`AttentionCall` is frozen and hashable. Operands are always BTHD, `[batch, length, heads,
-head_dim]`, whatever layout the caller uses. Masks and biases are `[batch, heads, q_length,
-kv_length]`, and each of their dims is full or 1.
+`AttentionCall` is frozen and hashable. Operands are always BTHD,
+`[batch, length, heads, head_dim]`, whatever layout the caller uses. Masks and biases are
+`[batch, heads, q_length, kv_length]`, and each of their dims has its full size or 1.
 """
 
 from __future__ import annotations
@@ -99,10 +99,11 @@ class Operands:
         does not exist.
       q_segment_ids: `[batch, q_length]` int32, or None.
       kv_segment_ids: `[batch, kv_length]` int32, or None.
-      lengths: `[batch]` int32, or None. Keys at this position and after it are hidden.
+      lengths: `[batch]` int32, or None. Keys at positions from this length on are hidden.
       mask: Bool, True = attend; or None.
       bias: Added to the scaled logits; or None.
-      sinks: `[heads]`, or None. Each is a logit that takes weight and contributes no value.
+      sinks: `[heads]`, or None. Each is a logit that takes a share of the softmax and adds no
+        value.
       seed: uint32 scalar for dropout, or None.
       batch_index: `[batch]` int32, global numbers of the batch rows. Present only with dropout.
       head_index: `[heads]` int32, global numbers of the query heads. Present only with dropout.
@@ -344,7 +345,10 @@ class AttentionCall:
 
     @property
     def on_cpus(self) -> bool:
-        """Whether the mesh has CPUs, which interpret kernels. Tests run calls for TPUs and GPUs."""
+        """Whether the mesh has CPUs, which interpret kernels.
+
+        Tests run calls for TPUs and GPUs on CPUs.
+        """
         return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
 
     def shards(self, mesh_axes: tuple[str, ...]) -> int:

@@ -61,7 +61,7 @@ def read_sizes(q: Any, k: Any, v: Any, layout: str, *, cast: bool) -> CallSizes:
       cast: Whether the call casts the arrays to one dtype. Their dtypes may then differ.
 
     Raises:
-      AttentionError: The layout is unknown, or the shapes or dtypes do not go together.
+      AttentionError: The layout is unknown, or the shapes or dtypes do not fit each other.
     """
     if layout not in _ORDER:
         fix = "; ".join(f"{name} is {order}" for name, order in _ORDER.items())

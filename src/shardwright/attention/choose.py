@@ -88,8 +88,8 @@ class Choice:
         """Return the implementation.
 
         Raises:
-          AttentionError: The named implementation refuses the call, or all do. The message has
-            every reason.
+          AttentionError: The named implementation refuses the call, or all implementations do. The
+            message has every reason.
         """
         if self.implementation is not None:
             return self.implementation

@@ -23,7 +23,8 @@ To write an implementation of your own:
    dense masks and dense biases.
 5. `run_on_shards` sums the gradients of replicated operands, so a backward pass needs no `psum` for
    them. A scan's carry comes from `start` or `zeros_like`. If the output is sharded over all mesh
-   axes of the call, residuals are kept for the backward pass; otherwise it runs the kernel again.
+   axes of the call, residuals are kept for the backward pass; otherwise the backward pass runs the
+   kernel again.
 6. Pass both functions to `register(Implementation(name=…, supports=…, run=…))`.
 """
 

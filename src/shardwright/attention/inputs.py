@@ -86,7 +86,7 @@ def read(q: Any, k: Any, v: Any, options: Options) -> tuple[Operands, AttentionC
       options: The keywords.
 
     Raises:
-      AttentionError: The arguments do not go together; see `dot_product_attention`.
+      AttentionError: The arguments do not fit each other; see `dot_product_attention`.
       NoManagerError: No manager is entered or passed, and the call has no mode.
       ShardingError: The rules of the manager do not fit the arrays.
     """
@@ -107,7 +107,7 @@ def describe(
       specs: The sharding of the arrays. Defaults to what the manager's rules resolve to.
 
     Raises:
-      AttentionError: The arguments do not go together; see `dot_product_attention`.
+      AttentionError: The arguments do not fit each other; see `dot_product_attention`.
       NoManagerError: No manager is entered or passed, and the call has no mode.
       ShardingError: The rules of the manager do not fit the arrays.
     """

@@ -121,8 +121,9 @@ class Mask:
       rules: The static part.
       q_segment_ids: `[batch, q_length]` int, or None.
       kv_segment_ids: `[batch, kv_length]` int. None if and only if `q_segment_ids` is None.
-      lengths: `[batch]` int, or None. Keys at this position and after it are hidden.
-      dense: Bool `[batch, heads, q_length, kv_length]`, each dim full or 1; or None.
+      lengths: `[batch]` int, or None. Keys at positions from this length on are hidden.
+      dense: Bool `[batch, heads, q_length, kv_length]`, where each dim has its full size or 1; or
+        None.
     """
 
     rules: MaskRules = MaskRules()
@@ -218,7 +219,7 @@ def dense(attend: Any) -> Mask:
     """Return a mask from a bool array, True = attend.
 
     Args:
-      attend: `[batch, heads, q_length, kv_length]`, each dim full or 1.
+      attend: `[batch, heads, q_length, kv_length]`, where each dim has its full size or 1.
     """
     return Mask(dense=attend)
 
@@ -229,7 +230,7 @@ def pair_attends(rules: MaskRules, q: Any, kv: Any) -> Any:
     Args:
       rules: The static part of the mask.
       q: Positions of queries, an integer array of JAX or NumPy.
-      kv: Positions of keys. They broadcast with those of the queries.
+      kv: Positions of keys. They broadcast with the positions of the queries.
 
     Returns:
       Bool, in the shape to which q and kv broadcast, or a shape that broadcasts to it.

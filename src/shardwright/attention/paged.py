@@ -66,10 +66,10 @@ def paged_attention(
 
     Under an ambient manager, q is sharded by (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), and the pages
     by (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM), as the rules of the mode resolve them. Tables and
-    lengths are sharded like the batch, or replicated if the pages are sharded over its mesh axes.
-    Page numbers are global however the pages are sharded. On GPUs, `triton_decode` reads the pages
-    if it can, unless the line of the mode under `[attention]` names another implementation. A line
-    that names `triton_decode` for pages that it cannot read is an error.
+    lengths are sharded like the batch, or replicated if the pages are sharded over the mesh axes of
+    the batch. Page numbers are global however the pages are sharded. On GPUs, `triton_decode` reads
+    the pages if it can, unless the line of the mode under `[attention]` names another
+    implementation. A line that names `triton_decode` for pages that it cannot read is an error.
 
     The values of NumPy arrays are checked: lengths, and the numbers of used pages. The values of
     JAX arrays are not checked: a page number that is out of range gives no keys, and a length
@@ -102,7 +102,7 @@ def paged_attention(
       The output `[batch, q_length, heads, v_dim]`, or a `Result`.
 
     Raises:
-      AttentionError: The arguments do not go together, or the result is differentiated.
+      AttentionError: The arguments do not fit each other, or the result is differentiated.
       ShardingError: The rules of the manager do not fit the arrays.
     """
     check_dims("q", q, "pass [batch, q_length, heads, head_dim]")
@@ -250,7 +250,9 @@ _jitted = functools.partial(jax.jit, static_argnums=(2,))(_run)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ShardPages:
-    """The pages of a shard that its sequences use, `[batch, columns]` each. Used pages come first.
+    """The pages of a shard that its sequences use.
+
+    Each array is `[batch, columns]`, and used pages come first.
 
     Attributes:
       pages: Local numbers of the pages.

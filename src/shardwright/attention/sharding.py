@@ -61,7 +61,7 @@ def resolve_joint(
 
     Raises:
       ShardingError: The rules do not fit the sizes.
-      AttentionError: The rules for q, k and v do not go together.
+      AttentionError: The rules for q, k and v do not fit each other.
     """
     ambient = _jax.ambient_mesh()
     key_axes = REPEATED_KEY_AXES if repeated else KEY_AXES
@@ -89,7 +89,7 @@ def resolve_pages(
 
     Raises:
       ShardingError: The rules do not fit the sizes.
-      AttentionError: The rules for q and for the pages do not go together.
+      AttentionError: The rules for q and for the pages do not fit each other.
     """
     shapes = {"q": q, "k_pages": k, "v_pages": v}
     return _joint(manager, shapes, mode, PAGE_AXES, _jax.ambient_mesh())

@@ -1,8 +1,8 @@
 """The interface of every KV cache, and the entry of every operation.
 
 A slot is a row of the batch: room for one sequence. Position p of a sequence is its p-th token,
-from 0. A slot holds the positions below its `length`, in a ring only those from its `start` on. No
-other value says which rows are valid.
+from 0. A slot holds the positions below its `length`. A slot of a ring holds only those from its
+`start` on. No other value says which rows are valid.
 
 Scatters write the rows, and drop rows that are out of range: no token is clamped or shifted to
 another row. An operation that is impossible for a slot is refused for that slot alone. The refusal
@@ -161,8 +161,8 @@ class KVCache(abc.ABC):
 
         Args:
           source: A cache of n sequences, for instance filled by prefill.
-          slots: `[n]` int, the destination of each. A number outside `[0, batch)` is refused; it
-            does not wrap around.
+          slots: `[n]` int, the destination of each sequence. A number outside `[0, batch)` is
+            refused; it does not wrap around.
 
         Returns:
           The change, with one code per sequence of the source.

@@ -34,7 +34,7 @@ class ArrayMoves:
     Attributes:
       name: Name of the array.
       source: Its spec before.
-      target: Its spec after, on the same mesh.
+      target: Spec of the array after the move, on the same mesh.
       moves: The steps; empty if the array stays.
     """
 
@@ -138,9 +138,9 @@ def reshard(
       mode: Runtime mode. Defaults to the manager's.
       manager: Manager whose rules and mesh are used. Defaults to the ambient manager, which the
         operations on the new cache need.
-      donate: Free the memory of the old cache. If both meshes have a device, JAX may use the
-        buffers on it for both caches. These buffers are freed with their last reference. Inside
-        `jit`, donate the argument of the compiled function instead.
+      donate: Free the memory of the old cache. If a device is in both meshes, JAX may use the
+        buffers on this device for both caches. These buffers are freed with their last reference.
+        Inside `jit`, donate the argument of the compiled function instead.
 
     Raises:
       CacheError: No mode, no manager, an abstract mesh, another mesh inside a trace, or an order of

@@ -17,7 +17,9 @@ Buffers = dict[str, jax.Array]
 
 
 def append_rows(buffers: PlacedArrays, new: Buffers, rows: jax.Array) -> Buffers:
-    """Return buffers with new rows in every slot. Only new rows whose sharding differs are sent.
+    """Return buffers with new rows in every slot.
+
+    New rows are sent only if they are not sharded like the buffers.
 
     Args:
       buffers: `[batch, rows, ...]` each.

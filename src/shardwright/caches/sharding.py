@@ -136,7 +136,7 @@ class CacheSharding:
         *,
         out_specs: Any,
     ) -> Any:
-        """Run a function on the shards of its arguments; without a manager, on the arguments.
+        """Run a function on the shards of its arguments or, without a manager, on whole arguments.
 
         Args:
           local: Function of trees of local arrays.

@@ -93,7 +93,7 @@ def flatten(state: Any) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:
     """Return the path and the value of each leaf of a state, and its structure.
 
     Raises:
-      CheckpointError: Two leaves have one path.
+      CheckpointError: Two leaves have the same path.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(state)
     leaves = [(tuple(path_text((entry,)) for entry in path), leaf) for path, leaf in pairs]
@@ -411,7 +411,10 @@ def _sharding_misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
 
 
 def _has_same_layers(saved: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Tell whether two shapes may be one stack: `[layers, ...]`, or cut into repeats."""
+    """Tell whether two shapes may be of one stack of layers.
+
+    The shapes are `[layers, ...]`, or the layers are cut into repeats.
+    """
     cuts = [
         {shape, (math.prod(shape[:2]), *shape[2:])} if len(shape) > 1 else {shape}
         for shape in (saved, target)

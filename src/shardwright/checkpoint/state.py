@@ -192,7 +192,8 @@ def restore(
 
     In addition to the restored arrays, reading takes at most 192 MiB of host memory. Arrays above
     32 MiB are read in pieces, if their sharding is a `NamedSharding` of device memory. Other arrays
-    are read shard by shard. This takes the memory of two of the largest shards, if that is more.
+    are read shard by shard. This takes the memory of two of the largest shards, if that is more
+    than 192 MiB.
 
     Args:
       folder: The folder that was given to `save`.

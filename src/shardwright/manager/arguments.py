@@ -44,7 +44,7 @@ def mesh_for(strategy: Any, mesh: Any) -> Mesh | AbstractMesh:
     """Return the mesh of a manager: the one that is passed, that of the strategy or, for rules
     alone, the ambient mesh.
 
-    The mesh of a strategy starts the backend.
+    Building the mesh of a strategy starts the backend.
 
     Raises:
       MeshSpecError: There is no mesh, or what is passed is not a mesh.

@@ -245,8 +245,8 @@ def _current_task() -> Any:
 def _is_of_another_task(entry: _EnteredManager) -> bool:
     """Tell whether another task entered a manager and still runs.
 
-    A manager that a task has not left when it ends stays in force for the thread: the cells of a
-    notebook are tasks.
+    If a task ends and has not left its manager, the manager stays in force for the thread: the
+    cells of a notebook are tasks.
     """
     task = entry.task
     return task is not None and task is not _current_task() and not task.done()

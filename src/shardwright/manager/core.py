@@ -296,7 +296,7 @@ class Manager:
 
         Args:
           key: Key of the value. It starts with the name of the calling function.
-          compute: Function that returns the value, which is not None.
+          compute: Function that returns the value, which must not be None.
         """
         value = self.cache[key]
         return self.cache.keep(key, compute()) if value is None else value

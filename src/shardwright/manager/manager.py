@@ -52,8 +52,8 @@ class PartitionManager(Manager):
 
     Args:
       strategy: A `Strategy`, compiled `AxisRules`, or a `PartitionAxis`.
-      mesh: A `Mesh` or an `AbstractMesh`. Defaults to the mesh of the strategy, which starts the
-        backend. For rules without a strategy, defaults to the ambient mesh.
+      mesh: A `Mesh` or an `AbstractMesh`. Defaults to the mesh of the strategy; building it starts
+        the backend. For rules without a strategy, defaults to the ambient mesh.
       mode: Mode of calls that do not pass one. Defaults to None; see `for_mode`.
       agree: Whether to compare rules, mesh and data between the processes of the mesh, through the
         coordination store of `jax.distributed`. Defaults to True.
@@ -252,8 +252,8 @@ class PartitionManager(Manager):
         """Build a global array from the parts that the processes have.
 
         The parts must have one shape and dtype. If devices of several processes hold the same
-        shard, as under a replicated spec, these processes must pass equal data for it. Processes
-        compare this at each call.
+        shard, as under a replicated spec, these processes must pass equal data for it. The
+        processes compare this data at each call.
 
         Args:
           local: The part of this process: a NumPy array, or what `np.asarray` takes.
@@ -362,9 +362,9 @@ class PartitionManager(Manager):
     ) -> None:
         """Check that every process of the mesh has the same tree: paths, shapes, dtypes, specs.
 
-        All processes of the mesh must call this method. It is not a collective: it waits 8 seconds
-        at most. It does nothing on a mesh of one process, and under `agree=False`. The arguments
-        are those of `shardings`.
+        All processes of the mesh must call this method. The call is not a collective: it waits for
+        at most 8 seconds. It does nothing on a mesh of one process, and under `agree=False`. The
+        arguments are those of `shardings`.
 
         Raises:
           AgreementError: A leaf differs between processes, or a process did not make the call.
@@ -550,13 +550,13 @@ class PartitionManager(Manager):
           outputs: Annotations of the outputs. Defaults to the shardings that the program gives
             them. An output has the role of the arguments with the same annotation and shape.
           holds: Per argument, `parameters`, `optimizer`, `cache`, `inputs`, or a tree of these; a
-            name covers a subtree. The name decides the role of the annotations: `optimizer`
-            resolves as `state`. By default, arrays annotated as weights are parameters, and all
-            others are inputs.
+            name covers a subtree. The name decides the role of the annotations: for example, those
+            of `optimizer` have the role `state`. By default, arrays annotated as weights are
+            parameters, and all others are inputs.
           donated: Position, or positions, of the arguments whose memory the program may overwrite,
             as in `jax.jit(donate_argnums=)`. Defaults to none.
-          topology: What the mesh is on: a slice, `v5p:4x4x4`, or hosts of GPUs, `16xh100:8`. By
-            default the report has no times and no verdict.
+          topology: The hardware of the mesh: a slice, `v5p:4x4x4`, or hosts of GPUs, `16xh100:8`.
+            By default the report has no times and no verdict.
 
         Raises:
           ShardingError: An annotation does not resolve.

@@ -231,7 +231,7 @@ class _LayerUpdate:
         return {at: pick(params[at], self.shardings[at]) for at in members}
 
     def _targets(self) -> list[Any]:
-        """Return the arrays whose memory the results take."""
+        """Return the arrays that the results replace: parameters or, for updates, gradients."""
         if not self.apply:
             return self.grads
         assert self.params is not None

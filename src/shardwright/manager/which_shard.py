@@ -73,7 +73,7 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """A weight, and the value that is one shard of it or the whole.
+    """A weight, and the value that is one shard of the weight or the whole weight.
 
     Attributes:
       resolve: Function of a role and a global shape that returns the resolution.
@@ -271,7 +271,8 @@ def _split_if_gathered(weight: Weight, inputs: Inputs | None) -> Split | None:
 def _refuse_other_splits(weight: Weight, inputs: Inputs | None, split: Split) -> None:
     """Raise an error if the value may also be an input whose split is not `split`.
 
-    If JAX tracks the axes that the value varies over, an input must be split over the same axes.
+    If JAX tracks the axes that the value varies over, only an input that is split over the same
+    axes may be the value.
     """
     splits = dict.fromkeys(weight.split_of(leaf) for leaf in _candidates(weight, inputs))
     if weight.varying is not None:

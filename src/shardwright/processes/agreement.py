@@ -1,9 +1,9 @@
 """Check that all processes of a mesh have the same rules, policy and mesh, before they compute.
 
 Processes with different rules compile different programs, and then wait for each other in a
-collective forever. So a manager compares its values when it is first entered. It waits until every
-process of its mesh has entered a manager with the same digest. Each digest has a meeting of its
-own, so threads may enter several managers in any order.
+collective forever. So a manager compares its values when it is first entered. The first entry waits
+until every process of the mesh has entered a manager with the same digest. Each digest has a
+meeting of its own, so threads may enter several managers in any order.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def agree_on_manager(group: ProcessGroup, name: str, facts: ProcessFacts) -> Non
     """Wait until every process of a group has entered a manager with equal facts.
 
     Raises:
-      AgreementError: A process has entered another manager instead, or none for 8 seconds.
+      AgreementError: A process has entered another manager instead, or no manager within 8 seconds.
     """
     entering = _Entering(group, name, facts)
     verdict = collect(

@@ -1,8 +1,8 @@
 """Compare values between the processes that a mesh spans, without a collective.
 
 Each process writes a digest of its values into JAX's coordination store. The process that comes
-last compares the digests, and writes one verdict for all. Only two processes write their values,
-and only if their digests differ.
+last compares the digests, and writes one verdict for all. If digests differ, two of the processes
+also write their values.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ProcessOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroup:
-    """The processes that a mesh spans, one of which is this one.
+    """The processes that a mesh spans, this process included.
 
     Attributes:
       store: The coordination store.
@@ -176,8 +176,8 @@ def compare(
       facts: This process's values.
       what: What is compared, as the subject of messages.
       fix: How to fix a difference.
-      patience: Seconds to wait for the other processes. The wait starts
-        again while every absent process compiles, as its watchdog says.
+      patience: Seconds to wait for the other processes. The wait starts again as long as all absent
+        processes compile, which their watchdogs report.
       detail: `what` with details that distinguish the call from others of its kind. Defaults to
         `what`.
 
@@ -260,7 +260,10 @@ class Waiting:
         self._published = self._reported = False
 
     def look(self, waited: float) -> MeetingVerdict | None:
-        """Publish where this process waits. The first process also looks who is absent."""
+        """Publish where this process waits.
+
+        The first process also checks which processes are absent.
+        """
         self._publish()
         if not self._meeting.is_first:
             return None

@@ -1,11 +1,11 @@
 """The watchdog: end this process, with a message, if another process of its mesh is missing.
 
-If a process is killed, raises an error or ends, the others wait for it in a collective. In each
-process, a thread beside the main thread writes a beat into JAX's coordination store. The process of
-the lowest rank of a mesh leads: its thread reads the beats of all, and writes one summary, which
-the others read. So the bytes that a process reads and writes do not depend on the number of
-processes, except in the leader. JAX's own `get_live_nodes` does not help, because it waits for all
-processes.
+If a process is killed, raises an error or ends, the other processes would wait for it in a
+collective forever. In each process, a thread beside the main thread writes a beat into JAX's
+coordination store. The process of the lowest rank of a mesh leads: its thread reads the beats of
+all, and writes one summary, which the others read. So the bytes that a process reads and writes do
+not depend on the number of processes, except in the leader. JAX's own `get_live_nodes` does not
+help, because it waits for all processes.
 """
 
 from __future__ import annotations
@@ -112,18 +112,18 @@ class Watchdog(threading.Thread):
         atexit.register(self._leave)
 
     def widen(self, group: ProcessGroup, seconds: float) -> None:
-        """Watch more processes, and use the shorter time."""
+        """Watch more processes. If the times differ, use the shorter one."""
         self._groups |= {group.ranks}
         self._seconds = min(self._seconds, float(seconds))
 
     @property
     def _leaders(self) -> list[int]:
-        """The processes whose summaries this one reads."""
+        """The processes whose summaries this process reads."""
         return sorted({min(ranks) for ranks in self._groups} - {self._rank})
 
     @property
     def _led(self) -> frozenset[int]:
-        """The processes that this one leads, itself among them. None if it leads none."""
+        """The processes that this process leads, itself included. None if it leads none."""
         own = [ranks for ranks in self._groups if min(ranks) == self._rank]
         return frozenset().union(*own)
 
@@ -197,7 +197,7 @@ class Watchdog(threading.Thread):
         return bool(summary["all_ended"])
 
     def _silent_since(self, rank: int, number: int) -> float:
-        """Return the seconds since the number of a process has changed."""
+        """Return the seconds since the beat number of a process last changed."""
         now = time.monotonic()
         before, since = self._seen.get(rank, (-1, now))
         if number != before:
@@ -301,7 +301,7 @@ class Watchdog(threading.Thread):
         return missing
 
     def _note_apart(self, beats: dict[int, _Beat], place: str, now: float) -> None:
-        """Record since when processes have ended, or are at other lines than the waiting one."""
+        """Record since when processes have ended, or are not at the line of the waiting process."""
         if place != self._waited_at:
             self._waited_at = place
             self._apart.clear()

@@ -48,8 +48,8 @@ def check_alive(path: str, value: Any) -> list[Problem]:
 def is_wide_enough(dtype: np.dtype) -> bool:
     """Tell whether XLA can move arrays of a dtype: one of at least 4 bits.
 
-    Its collectives on elements of 2 bits write past the memory of the result, and end the process:
-    on CPUs under JAX 0.10.2 and 0.12.0.
+    On elements of 2 bits, XLA's collectives write past the memory of the result, which ends the
+    process. This happens on CPUs under JAX 0.10.2 and 0.12.0.
     """
     return int(jax.dtypes.itemsize_bits(dtype)) >= 4
 

@@ -31,7 +31,7 @@ ShardIndex = tuple[slice, ...]
 
 @runtime_checkable
 class ArrayInParts(Protocol):
-    """An array that is not in memory, such as one in a file."""
+    """An array that is not in memory, such as an array in a file."""
 
     def read(self, boxes: Sequence[ShardIndex]) -> list[np.ndarray]:
         """Return the parts of the array in these boxes."""

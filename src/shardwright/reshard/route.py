@@ -129,7 +129,7 @@ class Route:
     def casts_first(self) -> bool:
         """Whether the array is cast before it is sent.
 
-        It is if it is on the host, or if the cast does not make it larger.
+        It is cast first if it is on the host, or if the cast does not make it larger.
         """
         return self.way is Way.UPLOAD or self.to_dtype.itemsize <= self.dtype.itemsize
 
@@ -310,7 +310,7 @@ def _own_strides(axes: Sequence[tuple[str, int]]) -> dict[str, int]:
 
 
 def _strides_in(grid: DeviceGrid, devices: Sequence[int]) -> dict[str, int] | None:
-    """Return the stride of each axis in a list of devices, or None if one has no fixed stride."""
+    """Return the stride of each axis in a list of devices, or None if an axis has no fixed one."""
     place = {device: at for at, device in enumerate(devices)}
     own = _own_strides(grid.axes)
     first = place[grid.devices[0]]

@@ -36,7 +36,7 @@ class LeafMove:
       source: The place of the array before the move: a spec, `host`, or `one device`.
       target: Spec after the move.
       route: How it moves.
-      to_host: Whether devices then copy their shards to host memory.
+      to_host: Whether the devices copy their shards to host memory after the move.
       tied_to: Path of the first place of the same array in the tree, or empty. The array moves
         once, and the result is at all of its places.
     """
@@ -82,7 +82,10 @@ class ReshardPlan:
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of the target that its devices do not hold. No move sends fewer bytes."""
+        """Bytes of the target that its devices do not hold before the move.
+
+        No move sends fewer bytes.
+        """
         return sum(leaf.route.least_bytes for leaf in self.leaves if leaf.moves)
 
     @property

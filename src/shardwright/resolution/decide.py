@@ -7,7 +7,7 @@ Dims are decided from left to right. (For `policy.order = "rules"` see `rule_ord
    of its members.
 2. Take the first candidate whose mesh axes are free and whose product divides the dim (`attempt`).
 3. If none fits, apply the rule's own fallback, then the policy (`fall_back`).
-4. If a weight is used rather than stored, drop the mesh axes that it is gathered over (`gathered`).
+4. For the role `use`, drop the mesh axes over which the weight is gathered (`gathered`).
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class Decider:
         return composite
 
     def _semantic_rule(self, dim: Dim) -> Rule | None:
-        """Return the rule of `dim.semantic_axis`, or None if the dim keeps its own.
+        """Return the rule of `dim.semantic_axis`, or None if the dim keeps its own rule.
 
         Exceptions by path come before tables. In both, a rule for the parallelism axis itself takes
         precedence over the rule of the semantic axis.
@@ -283,7 +283,7 @@ class Decider:
         return fall_back(self, pending, rule, attempts, size)
 
     def without_shape(self, pending: PendingDecision, rule: Chain) -> DimDecision:
-        """Refuse a dim whose candidate depends on its unknown size."""
+        """Refuse a dim whose candidate depends on its size, because the size is unknown."""
         fix = "pass shape="
         if pending.size is not None:
             fix = f"write {pending.size} as a multiple, such as 8*b, or give the rule one candidate"

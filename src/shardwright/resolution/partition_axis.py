@@ -148,8 +148,8 @@ def joined_names(
 ) -> tuple[Any, ...] | None:
     """Return the mesh axes of several names as one tuple, or None if there is none.
 
-    Several parallelism axes may be one mesh axis. It then appears once. Only a mesh axis that the
-    user wrote twice stays twice, which is an error later.
+    Several parallelism axes may be the same mesh axis, which then appears only once. Only a mesh
+    axis that the user wrote twice stays twice, which is an error later.
     """
     joined: list[Any] = []
     for name in names:

@@ -20,7 +20,8 @@ class Schedule(enum.StrEnum):
 
     NONE has no stages: the layers are stored over pp, and gathered before they run. GPIPE sends all
     microbatches through the stages once, CIRCULAR once for each chunk of a stage's layers.
-    ONE_F_ONE_B alternates forward and backward passes, so that a stage keeps few inputs.
+    ONE_F_ONE_B alternates forward and backward passes, so that a stage keeps the inputs of few
+    microbatches.
     """
 
     NONE = "none"
@@ -113,7 +114,8 @@ class StageWork:
 
     Attributes:
       forward: Number of the microbatch whose forward pass it runs, or None.
-      backward: Number of the microbatch whose backward pass it runs, or None; after `forward`.
+      backward: Number of the microbatch whose backward pass it runs, after the forward pass; or
+        None.
       chunk: Number of the chunk of its layers that it runs.
     """
 

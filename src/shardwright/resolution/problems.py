@@ -39,7 +39,7 @@ def decision_rule(resolution: Resolution, decision: DimDecision) -> str:
 
 
 def suggest_for_missing_size(resolution: Resolution, fix: str) -> list[Problem]:
-    """Return the problems of a resolution. For a missing size, they have the caller's fix."""
+    """Return the problems of a resolution. A problem of a missing size gets the caller's fix."""
     return [
         dataclasses.replace(problem, fix=fix) if problem.error is ShapeRequiredError else problem
         for problem in resolution.problems

@@ -24,7 +24,8 @@ class ShardingRequest(NamedTuple):
 
     Attributes:
       annotation: Any annotation, such as a layout, an `ArraySpec` or a tuple of axes.
-      shape: Global sizes, but local to the mesh axes in `manual`. None if they are not known.
+      shape: Global sizes, except that they are local along the mesh axes in `manual`. None if they
+        are not known.
       mode: Runtime mode. None means the manager's mode, then the layout's, then train.
       role: Role of the array. None means param for weight layouts and `ArraySpec`s, else
         activation.

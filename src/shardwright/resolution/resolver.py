@@ -64,7 +64,7 @@ def resolve(
       mode: Runtime mode. Defaults to the layout's mode, else to train.
       role: activation, param, use or state. Defaults to param for weight layouts and `ArraySpec`s,
         else to activation.
-      shape: Global sizes, but local to the mesh axes in `manual`.
+      shape: Global sizes, except that they are local along the mesh axes in `manual`.
       path: Path of the tensor, for `[[tensors]]` and for messages.
       manual: Mesh axes that an enclosing `shard_map` has already applied.
 
@@ -233,7 +233,7 @@ def _decide_sum(derived: Derived, decider: Decider, dim: Dim) -> tuple[Derived, 
 
 
 def _as_weight(derived: Derived, decider: Decider, array: StoredDims) -> Derived:
-    """Apply the policies for weights to the decisions by the rules."""
+    """Apply the policies for weights to the decisions that the rules made."""
     derived = add_largest_dim(derived, decider.rules.policy, array)
     if decider.role is not Role.USE:
         return derived

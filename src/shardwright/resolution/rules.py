@@ -169,16 +169,17 @@ class Policy:
 
     Attributes:
       indivisible: For a size that does not divide: raise an error; take the longest prefix that
-        divides; replicate the dim; or drop it, which replicates it before it can conflict with
+        divides; replicate the dim; or drop the dim, which replicates it before it can conflict with
         another dim.
-      conflict: For a mesh axis that another dim already holds: raise an error; leave it to that
-        dim; or try the next candidate. Under "next", a size that does not divide never leads to
-        the next candidate: `indivisible` applies.
+      conflict: For a mesh axis that another dim already holds: raise an error; leave the mesh axis
+        to that dim; or try the next candidate. Under "next", a size that does not divide never
+        leads to the next candidate: `indivisible` applies.
       order: Decide dims from left to right, or try rules in the order in which they are written,
         whatever their dim.
       gather: Mesh axes over which a weight is gathered where it is used.
       missing: For an absent mesh axis: drop it from its candidate, or replicate the whole dim.
-      rank: For another rank: raise an error, or cut and pad the annotation to the array's rank.
+      rank: For an annotation of another rank than the array: raise an error, or cut or pad the
+        annotation.
       largest_dim: Candidates of mesh axes that shard each stored weight along its largest free dim
         that divides, or None.
       largest_dim_min_size: Number of elements below which `largest_dim` leaves a weight, or a layer

@@ -109,7 +109,7 @@ def _close_fix(name: str, known: Iterable[str], declare: str) -> str:
 
 
 def axes_meant(name: str, labels: Iterable[str]) -> list[str]:
-    """Return the axes that a name which is not an axis may mean.
+    """Return the axes that may be meant by a name that is not an axis.
 
     An axis that an import declared for this name, such as `logical_mlp`, comes first. Names of
     other libraries come next, then names with similar letters.

@@ -74,7 +74,9 @@ class SequenceState:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUsage:
-    """The number of tokens and pages that the caches hold. It shows slots and pages that leak.
+    """The number of tokens and pages that the caches hold.
+
+    The numbers show whether slots or pages leak.
 
     Attributes:
       row_lengths: Tokens of each row of the prefill batch, the maximum over layers.
@@ -89,7 +91,7 @@ class CacheUsage:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RefusalCodes:
-    """Codes of `Refusal` that devices may still compute.
+    """Codes of `Refusal`, which the devices may not have computed yet.
 
     Attributes:
       parts: Arrays `[rows]`, one per copy of a cache.

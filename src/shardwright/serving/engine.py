@@ -27,10 +27,10 @@ from shardwright.serving.weights import Update
 class Handle:
     """A request that an engine has accepted.
 
-    An iteration over it yields its tokens as they come, and runs the steps of the engine. With
-    `async for`, a thread of the engine runs the steps. If the request fails, the iteration raises a
-    ServingError after the tokens that were written. A task that leaves the iteration early does not
-    end the request. To end it, call `cancel`.
+    An iteration over a handle yields the tokens of the request as they come, and runs the steps of
+    the engine. With `async for`, a thread of the engine runs the steps. If the request fails, the
+    iteration raises a ServingError after the tokens that were written. A task that leaves the
+    iteration early does not end the request. To end it, call `cancel`.
     """
 
     def __init__(self, engine: Engine, job: Job) -> None:
@@ -112,11 +112,11 @@ class Engine:
 
     The text of a request depends only on its prompt, its sampling and the weights, not on other
     requests. Every `step` reads one chunk of each prompt in the prefill batch, moves prompts that
-    are completely read into slots, and gives every slot its next token.
+    were read to their end into slots, and gives every slot its next token.
 
     Any thread may call an engine. `submit` and `cancel` do not wait for a running step. The other
     calls wait until no step is running. If the mesh spans processes, make the same calls in every
-    process, in the same order. Each step compares them.
+    process, in the same order. Each step compares the calls of the processes.
 
     Attributes:
       vocabulary: Number of tokens for which the model has logits.
@@ -301,8 +301,8 @@ class Engine:
     def step(self) -> bool:
         """Read a chunk of every prompt, and give every slot its next token.
 
-        A step may raise an error, for instance one of the model. Then the requests whose caches
-        were lost have failed, and the others continue with the next step.
+        A step may raise an error, for instance an error of the model. Then the requests whose
+        caches were lost have failed, and the others continue with the next step.
 
         Returns:
           Whether there is more to do.
@@ -352,8 +352,8 @@ class Engine:
 
         Raises:
           ServingError: The trees differ, the version is not new, or the call comes from a callback.
-          MoveError: The move failed. The engine serves the old weights. `error.tree` resumes the
-            move. If `prefill_params` was given, it is a dict of both arguments.
+          MoveError: The move failed. The engine serves the old weights. Pass `error.tree` to resume
+            the move. If `prefill_params` was given, this tree is a dict of both arguments.
         """
         with self._lock:
             if self._loop.stepping:

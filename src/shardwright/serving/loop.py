@@ -289,7 +289,7 @@ class Loop:
                 self._take(job, sampled.tokens[row], sampled.logprobs[row], now)
 
     def _fill(self) -> None:
-        """Move the prompts that are completely read into their slots."""
+        """Move the prompts that were read to their end into their slots."""
         moves = self.scheduler.ready()
         if not moves:
             return

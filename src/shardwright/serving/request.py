@@ -42,7 +42,7 @@ PROBABILITY: Final = passes(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is sampled. Defaults to the most likely token.
+    """How the next token is sampled. By default, the most likely token is taken.
 
     A draw depends only on the logits, the seed and the number of tokens that the request has
     written.
@@ -105,7 +105,7 @@ class Request:
     """A prompt, and how to continue it.
 
     Attributes:
-      prompt: Token numbers. There is at least one.
+      prompt: Token numbers, at least one.
       max_new_tokens: Maximum number of tokens to write, including those of a stop sequence.
       sampling: How tokens are sampled.
       stop: Tokens, or sequences of tokens, that end the text. They are not part of the text.

@@ -38,7 +38,7 @@ class Draw:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sampled:
-    """Tokens that were sampled and their log-probabilities, in one array, which is one transfer.
+    """Tokens that were sampled and their log-probabilities, in one array, to fetch in one transfer.
 
     Attributes:
       packed: `[..., 2]` int32: a token, or a negative number, which is the code of an error; and
@@ -50,7 +50,7 @@ class Sampled:
 
     @classmethod
     def of(cls, tokens: jax.Array, logprobs: jax.Array) -> Sampled:
-        """Return int32 tokens and float32 log-probabilities of the same shape as one value."""
+        """Pack int32 tokens and float32 log-probabilities of the same shape into one value."""
         # Pack the bits as integers, because a float32 cannot hold every int32.
         bits = jax.lax.bitcast_convert_type(logprobs, jnp.int32)
         return cls(packed=jnp.stack([tokens, bits], axis=-1))

@@ -1,8 +1,8 @@
 """Decide which request gets which slot, and when. This needs no arrays and no devices.
 
-A request waits in the queue until a slot is free and its space has room. Then its prompt is read in
-chunks, in a row of the prefill batch. Then the request decodes in its slot, a token per step.
-Requests are admitted strictly in the order in which they came.
+A request waits in the queue until a slot is free and there is room for its rows. Then its prompt is
+read in chunks, in a row of the prefill batch. Then the request decodes in its slot, a token per
+step. Requests are admitted strictly in the order in which they came.
 
 Prompts share the rows round-robin. If other prompts wait for a row, a prompt leaves its row after a
 few chunks. The part that was read stays in the slot of the prompt until the prompt gets a row

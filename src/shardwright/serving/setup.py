@@ -39,7 +39,7 @@ class Setup:
       prefill_rows: Prompts that are read together.
       chunk: Tokens of a prompt that are read in one step.
       decode_steps: Largest number of tokens that a slot gets in one call.
-      device: The device of the caches, if there is no manager. None leaves it to JAX.
+      device: The device of the caches, if there is no manager. None leaves the choice to JAX.
     """
 
     model: Model
@@ -148,10 +148,12 @@ def _is_array(leaf: Any) -> bool:
 
 
 def on_device(tree: T, device: jax.Device | None) -> T:
-    """Return a tree whose arrays are committed to a device. They share their memory.
+    """Return a tree whose arrays are committed to a device.
 
-    The functions of an engine return committed arrays if one argument is committed. Uncommitted
-    arrays would then make JAX compile each function a second time.
+    They share memory with the arrays that were passed.
+
+    The functions of an engine return committed arrays if one argument is committed. With
+    uncommitted arrays, JAX would then compile each function a second time.
     """
     if device is None:
         return tree

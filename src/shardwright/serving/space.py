@@ -140,7 +140,7 @@ class PageSpace:
         return self.pool.grow(self._tables[job.number], tokens)
 
     def wrote(self, job: Job, tokens: int) -> None:
-        """Share the full pages of a job that has this many tokens, and give back old ones."""
+        """Share the full pages of a job that has this many tokens, and give back old pages."""
         table = self._tables[job.number]
         if tokens // self.pool.size > table.shared:
             self.pool.offer(table, job.reading[:tokens])

@@ -166,7 +166,7 @@ def _check_pair(returned: Any, tokens: Any) -> tuple[jax.Array, Any]:
 
 
 def _check_caches(new: Any, old: Caches) -> None:
-    """Check that a model returned the caches that it was given, after an append."""
+    """Check that a model returned the caches that it was given, with tokens appended."""
 
     def types(caches: Any) -> list[Any]:
         arrays = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(caches)]
@@ -442,8 +442,8 @@ def decode_pages(
         limit is 0 gets no token.
 
     Returns:
-      The pools, the latest tokens, and `[most, batch]` tokens or codes. Ignore those of a sequence
-      after its limit.
+      The pools, the latest tokens, and `[most, batch]` tokens or codes. Ignore the tokens of a
+      sequence after its limit.
     """
     mode = spec.mode
     # The lengths and numbers are replicated, like the tables, so that no layer gathers them. The
@@ -470,7 +470,7 @@ def decode_pages(
 
 
 def layers(spec: CacheSpec, pools: Pools, tables: Any, lengths: Any) -> Caches:
-    """Return one cache per layer. Their tables and lengths are the same arrays."""
+    """Return one cache per layer. The caches share the arrays of tables and lengths."""
     tables, lengths = replicated((tables, lengths), spec.mode)
     return tuple(
         AssignedPages(spec=spec, length=lengths, k_pages=k, v_pages=v, tables=tables)

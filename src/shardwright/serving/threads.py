@@ -43,7 +43,7 @@ class StepLock:
 
     @contextlib.contextmanager
     def if_free(self) -> Iterator[bool]:
-        """Hold the lock, unless another thread has it. Yield whether it is held."""
+        """Hold the lock, unless another thread has it. Yield whether this thread holds it."""
         held = self._lock.acquire(blocking=False)
         try:
             yield held

@@ -136,7 +136,7 @@ def _move_both(
     *,
     donate: bool,
 ) -> list[MovedWeights]:
-    """Move the weights of decode, and those of prefill first."""
+    """Move the weights of prefill, then those of decode."""
     if prefill_params is None:
         # `params` moves twice, and only the second move may donate it.
         prefill = move(params, setup.prefill_params, name="params", donate=False)

@@ -1,8 +1,8 @@
 """Arrays of tables of rules: `[[rules]]` and `[[params]]`.
 
-In an array, a later table may continue the chain of a name. So the candidates of two names can
-interleave. An array without interleaved chains means the same as one table, and is replaced by a
-table.
+In an array, a later table may continue the candidates of a name (its chain), so the candidates of
+two names can interleave. An array without interleaved chains means the same as one table, and is
+replaced by a table.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _saved_activations(memory: Mapping[str, Any], origin: KeySources) -> SavedAc
 
 
 def _compile_policy(table: Any, parsed: ParsedTables) -> Policy:
-    """Compile `[policy]`. A key that is not set has the value of the preset that it names."""
+    """Compile `[policy]`. A key that is not set has the value of the preset `policy.preset`."""
     base = POLICY_PRESETS[table.preset]
     return Policy(
         indivisible=Indivisible(table.indivisible or base.indivisible),

@@ -1,7 +1,7 @@
 """Limits on a strategy: size of the file, size of integers, nesting, number of entries.
 
-They are checked first, so that later steps can print, compare and traverse every value. Each
-limit is far above what a strategy needs, and its error states it. A strategy file is trusted, like
+They are checked first, so that later steps can print, compare and traverse every value. Each limit
+is far above what a strategy needs, and the error states the limit. A strategy file is trusted, like
 a configuration of pytest: nothing here bounds the time of a pattern or of the TOML parser.
 """
 

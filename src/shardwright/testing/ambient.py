@@ -21,8 +21,8 @@ def isolated() -> Iterator[None]:
     """Run a block, and restore the ambient managers and mesh after it.
 
     Raises:
-      AmbientLeftError: the block succeeded, but left a manager entered or a mesh set. They are
-        reset before the error.
+      AmbientLeftError: the block succeeded, but left a manager entered or a mesh set. Both are
+        reset before the error is raised.
     """
     depth, mesh, legacy = context.depth(), jax.sharding.get_mesh(), len(legacy_meshes())
     try:

@@ -206,7 +206,7 @@ def assert_collectives(
       AssertionError: the program runs other collectives than expected.
       TypeError: no kind and no bytes are named, or a count is neither an integer nor a range.
       ProgramError: the program cannot be read.
-      MeshSpecError: its mesh is not known.
+      MeshSpecError: the mesh of the program is not known.
       UnknownAxisError: `axis` is not an axis of the mesh, nor a semantic axis on it.
     """
     __tracebackhide__ = True

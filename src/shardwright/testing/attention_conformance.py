@@ -47,8 +47,8 @@ class Tolerances:
     """The largest errors that an implementation may have.
 
     Attributes:
-      forward: Largest difference of float32 outputs, relative to the largest value if that is above
-        1.
+      forward: Largest difference of float32 outputs, relative to the largest value if that value is
+        above 1.
       backward: Largest difference of float32 gradients, relative in the same way.
       relative: In bfloat16, the norm of the error relative to the norm of the expected values.
     """
@@ -122,8 +122,8 @@ class AttentionConformance:
         class TestHalves(AttentionConformance):
             implementation = "halves"
 
-    A cell that the implementation refuses is a skipped test with the reasons. A cell that it serves
-    must equal the oracle, in values and gradients.
+    A cell that the implementation refuses is a skipped test with the reasons. A cell that the
+    implementation serves must equal the oracle, in values and gradients.
 
     Attributes:
       implementation: The registered name.
@@ -213,7 +213,7 @@ def check(
 
     Args:
       cell: The cell.
-      refuses: Function of a call that tells whether it must be refused; None accepts any refusal.
+      refuses: Function that tells whether a call must be refused; None accepts any refusal.
       tolerances: The largest errors.
 
     Returns:

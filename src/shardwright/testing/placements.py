@@ -56,7 +56,7 @@ class Wanted:
 
 
 def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
-    """Pair arrays with shardings or specs. One of these may cover a whole subtree.
+    """Pair arrays with shardings or specs. One sharding or spec may cover a whole subtree.
 
     Raises:
       StrategyError: the trees differ, a value is neither a sharding nor a spec, or a spec is
@@ -219,7 +219,7 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
 
 
 def _entries(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
-    """Return the mesh axes of each dim, without those of one device."""
+    """Return the mesh axes of each dim, without mesh axes of one device."""
     sizes = mesh_sizes(sharding.mesh)
     axes_by_dim = [
         tuple(axis for axis in entry_names(entry) if sizes[axis] > 1)

@@ -33,7 +33,7 @@ def assert_no_retrace(
     because the second call then compiles again.
 
     Args:
-      f: a jitted function, or one that calls some.
+      f: a jitted function, or a function that calls jitted functions.
       *calls: for each call its arguments, or a function that makes them from the last result. At
         least two.
 
@@ -121,7 +121,7 @@ def _text(value: Any) -> str:
 
 
 def _sharding_text(sharding: Sharding) -> str:
-    """Return what JAX compares of a sharding: the spec, the axis types and the kind of memory."""
+    """Return as text what JAX compares of a sharding: spec, axis types and kind of memory."""
     text = sharding_text(sharding)
     if isinstance(sharding, NamedSharding):
         if not (sharding.spec.unreduced or sharding.spec.reduced):

@@ -1,5 +1,5 @@
 """Trees of arrays and their annotations: paths, optimizer state, factored weights, named tensors.
 
-Code that pairs a tree with annotations belongs here. It returns annotations and paths, but no
-specs: the manager resolves the annotations.
+Code that pairs a tree with annotations belongs here. This code returns annotations and paths, but
+no specs: the manager resolves the annotations.
 """

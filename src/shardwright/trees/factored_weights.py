@@ -33,7 +33,7 @@ _STACKS = frozenset({LAYERS, EXPERT})
 class Quantized:
     """A quantized weight, `(value - zero_point) * scale`. Each scale belongs to a block of values.
 
-    It is a node of a tree. Its children are `ArraySpec`s, arrays, shardings and so on.
+    It is a pytree node whose children are `ArraySpec`s, arrays, shardings and so on.
 
     Attributes:
       value: Values, in the weight's shape.
@@ -224,7 +224,7 @@ def low_rank(
       rank: Size of the dim between `a` and `b`.
       inputs: Number of input dims: 1 for (EMBED, HEAD, HEAD_DIM), 2 for (HEAD, HEAD_DIM, EMBED).
       leading: Number of leading dims that `a` and `b` both have, such as LAYERS or EXPERT.
-      dtype: Dtype of both. Defaults to the weight's.
+      dtype: Dtype of `a` and `b`. Defaults to the weight's.
       path: Path of the weight. Required if a `[[tensors]]` entry may match it.
 
     Raises:

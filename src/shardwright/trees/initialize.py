@@ -89,8 +89,8 @@ def stack_specs(specs: Any, layers: int, *, axis: str = LAYERS, repeats: int = 1
     Args:
       specs: Tree of `ArraySpec`s of one layer.
       layers: Number of layers.
-      axis: Axis of the new dim. With `EMPTY`, stacks of layers can be stacked again, such as the
-        adapters of several users. This dim is not sharded.
+      axis: Axis of the new dim. With `EMPTY`, the dim is not sharded, and stacks of layers can be
+        stacked again, such as the adapters of several users.
       repeats: As in `[pipeline]` of the strategy.
 
     Raises:

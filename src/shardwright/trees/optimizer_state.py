@@ -2,7 +2,8 @@
 
 An array with the path and the shape of a parameter is sharded like that parameter. Some
 transformations keep other arrays: sums over a dim, a history, or one statistic for all parameters.
-For these, tables of state types define the dims. Sizes alone never decide.
+For these, tables of state types define the dims. Equal sizes alone never decide which parameter an
+array follows.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Place:
     Attributes:
       shape: Shape of the array.
       rest: Path of the array below the field.
-      param: Parameter whose path starts `rest`, or None.
+      param: Parameter whose path is the beginning of `rest`, or None.
       below: Part of `rest` after the path of the parameter.
       sibling: Function that returns the shape of the array at path `rest` in another field of the
         node, or None.

@@ -53,7 +53,10 @@ class Tensor:
 
 
 def whole_bytes(elements: int, dtype: Any) -> int:
-    """Return the bytes of stored elements. An int4 takes 4 bits. A PRNG key counts all words."""
+    """Return the bytes of stored elements.
+
+    An int4 takes 4 bits. A PRNG key counts with all of its words.
+    """
     # Compiled programs pack int4 in pairs too.
     return -(-elements * _bits(dtype) // 8)
 

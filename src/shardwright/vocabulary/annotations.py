@@ -97,7 +97,7 @@ class ArraySpec(SizedAnnotation):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartOf(SizedAnnotation):
-    """An annotation that shards an array, the part, like some dims of another array, the whole.
+    """An annotation that shards an array (the part) like some dims of another array (the whole).
 
     A part is, for example, a moment, a scale or one matrix of a low-rank pair. The whole array is
     resolved first, under its own path. Each dim of the part then has the mesh axes of the dim that
@@ -170,8 +170,8 @@ class Unreduced(SizedAnnotation):
     """An annotation of a sum over shards that the devices have not added yet.
 
     Each device holds its own term of the sum. The next annotation of the value without `Unreduced`
-    adds the terms. So several sums are added by one all-reduce. Only Explicit mesh axes can hold
-    such a sum, because there it is part of the type of the value.
+    adds the terms. So one all-reduce can add several sums. Only Explicit mesh axes can hold such a
+    sum, because there it is part of the type of the value.
 
     >>> from shardwright.vocabulary.axes import BATCH, EMBED, MLP_INTERMEDIATE
     >>> Unreduced((BATCH, EMBED), over=MLP_INTERMEDIATE).described()

@@ -32,7 +32,10 @@ _WORDS: Final = {bool: "True or False", Callable: "a function", type(None): "Non
 
 
 class FieldKind(NamedTuple):
-    """What a value may be. `read` returns the value that the program uses, and its faults."""
+    """The values that a field takes.
+
+    `read` returns a value as the program uses it, and its faults.
+    """
 
     read: Callable[[str, Any], tuple[Any, Faults]]
 

@@ -70,7 +70,7 @@ def _attend_shard(call: AttentionCall, shard: Operands) -> Result:
 
 
 def split(operands: Operands) -> tuple[dict[str, Any], Operands]:
-    """Return the operands that have gradients by name, and the others."""
+    """Return the operands that have gradients, by name; and the other operands."""
     return {name: getattr(operands, name) for name in _FLOATS}, operands.replace(**_NO_FLOATS)
 
 

@@ -1,12 +1,12 @@
 """Attend to sharded keys: each shard attends to its own keys, then the results are combined.
 
 See Dao et al. 2023. The bytes sent grow with the queries and never with the keys. One or two
-collectives send them:
+collectives send the partial results:
 
 - Few queries take one all-gather of the shards' float32 outputs and logsumexps, which every shard
   combines. That sends more bytes than two collectives, but saves the time to start the second one.
 - Many queries take two. In an all-to-all, each shard receives the partial results of some heads
-  from all shards, and combines them. It sends `(n - 1) / n` of its own partial results. An
+  from all shards, and combines them. Each shard sends `(n - 1) / n` of its own partial results. An
   all-gather then replicates the output. (One all-reduce would send more bytes, because it would
   replicate float32 sums.) If the heads do not divide over the shards, a maximum and a sum over the
   shards are used instead.

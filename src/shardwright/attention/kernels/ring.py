@@ -2,10 +2,10 @@
 
 Memory is that of a few shards, for any number of ranks. Each rank attends to the keys that arrive
 and passes them on. With n ranks, each sends its keys n - 1 times in the forward pass. In the
-backward pass it sends them n - 1 times again, and their gradients n times; the last time they
-return to the rank that stores them. Masks work by position, so contiguous shards and the zigzag
-order need no special code. Blocks in which no pair attends are skipped. Under a causal mask in
-zigzag order, that halves the work of every rank.
+backward pass, each rank sends keys n - 1 times again, and gradients of keys n times: the last time,
+the gradients return to the rank that stores their keys. Masks work by position, so contiguous
+shards and the zigzag order need no special code. Blocks in which no pair attends are skipped. Under
+a causal mask in zigzag order, this halves the work of every rank.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class _Ring:
 
 
 def steps_of(call: AttentionCall) -> tuple[int, ...]:
-    """Return which shards of keys some rank must read, each as its distance back in ranks.
+    """Return which shards of keys at least one rank must read, each as its distance back in ranks.
 
-    If positions are arrays, every shard is read. If they count from an offset, a causal window of w
-    tokens over shards of s rows leaves `1 + ceil((w - 1) / s)` steps.
+    If positions are arrays, every shard is read. If positions count from an offset, a causal window
+    of w tokens over shards of s rows leaves `1 + ceil((w - 1) / s)` steps.
     """
     ranks = call.shards(call.specs.kv_length)
     if call.q_offset is None:

@@ -68,7 +68,7 @@ def _attend(shard: Operands, *, call: AttentionCall, dtype: str) -> Result:
 
 
 def _visible(shard: Operands, call: AttentionCall) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return which pairs attend, None for all of them, and the bias to add."""
+    """Return which pairs attend (None if all do), and the bias to add."""
     arrays = call.segments or call.lengths or call.mask_shape or call.bias_shape
     if call.q_offset is not None and not (call.recipe.mask.positional or arrays):
         return None, None

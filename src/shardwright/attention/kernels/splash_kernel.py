@@ -105,7 +105,8 @@ def run_forward(
       table: Blocks of keys to visit, for each block of queries.
       rows: The rows that the mask reads.
       qkv: Queries, keys and values, by head.
-      sinks: `[heads]` float32, a logit per head that takes weight and adds no value; or None.
+      sinks: `[heads]` float32, a logit per head that takes a share of the softmax and adds no
+        value; or None.
       state: The running state before, whose memory is reused; or None.
       dtype: Dtype of a normalized output; None for the running state.
     """

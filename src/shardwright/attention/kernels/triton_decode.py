@@ -231,7 +231,7 @@ def _visible_blocks(
     page_size: int,
     block: int,
 ) -> jax.Array:
-    """Return the first block of each sequence that a query sees, and the one after the last."""
+    """Return, for each sequence, the first block that a query sees and the one after the last."""
     seen = pair_attends(recipe.mask, q_positions[:, :, None], kv_positions[:, None, :])
     in_pages = jnp.any(seen, axis=1).reshape(seen.shape[0], -1, page_size)
     padded = jnp.pad(in_pages, ((0, 0), (0, 0), (0, -page_size % block)))

@@ -105,9 +105,10 @@ def merge(a: Running, b: Running) -> Running:
 
 
 def add_sinks(state: Running, sinks: jax.Array) -> Running:
-    """Return the state with the sink of each head, a logit that takes weight and adds no value.
+    """Return the state with the sinks added.
 
-    Call this function once per row.
+    The sink of a head is a logit that takes a share of the softmax and adds no value. Call this
+    function once per row.
     """
     sink = sinks.astype(jnp.float32)[None, :, None]
     top = jnp.maximum(state.m, sink)
@@ -138,8 +139,9 @@ def finish(state: Running, *, sinks: jax.Array | None = None) -> tuple[jax.Array
 def lse_error_of(state: Running, lse: jax.Array) -> jax.Array:
     """Return the rounding error of a logsumexp, `[batch, heads, q_length]`, to be added to it.
 
-    With a largest logit of -1e9 and a logarithm of 3, float32 keeps only -1e9, and weights relative
-    to it would sum to 20. The error of a row without keys is 0.
+    For example, if the largest logit is -1e9 and the logarithm of the sum is 3, float32 keeps only
+    -1e9, and weights relative to it would sum to 20 instead of 1. The error of a row without keys
+    is 0.
 
     Args:
       state: The state after all keys, and after the sinks if there are any.
@@ -180,7 +182,8 @@ def visible(operands: Operands, rules: MaskRules) -> tuple[jax.Array, jax.Array 
       rules: The static part of the mask.
 
     Returns:
-      Bool, broadcastable to `[batch, heads, q_length, kv_length]`; and the bias likewise, or None.
+      Bool, broadcastable to `[batch, heads, q_length, kv_length]`; and the bias, broadcastable in
+      the same way, or None.
     """
     bias = operands.bias
     seen = allowed(
@@ -275,7 +278,7 @@ def queries_of(ds: jax.Array, k: jax.Array) -> jax.Array:
 def keys_of(ds: jax.Array, q: jax.Array, kv_heads: int) -> jax.Array:
     """Return the cotangent of the keys, `[batch, kv_length, kv_heads, head_dim]`.
 
-    With weights and the output's cotangent it returns the cotangent of the values.
+    Called with weights and the output's cotangent, it returns the cotangent of the values.
 
     Args:
       ds: Cotangent of the scores, `[batch, heads, q_length, kv_length]`.
@@ -297,7 +300,10 @@ def _by_kv_head(p: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return float32 numbers rounded to a dtype. XLA may drop a cast to the dtype and back."""
+    """Return float32 numbers rounded to a dtype.
+
+    A cast to the dtype and back would not do, because XLA may drop it.
+    """
     kind = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
 

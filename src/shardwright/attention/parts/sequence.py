@@ -21,7 +21,7 @@ _SMALL = 128
 
 
 def split_floats(operands: Operands) -> tuple[dict[str, Any], Operands]:
-    """Return the operands that have gradients, by name, and the rest."""
+    """Return the operands that have gradients, by name; and the other operands."""
     floats = {name: getattr(operands, name) for name in FLOATS}
     return floats, operands.replace(**dict.fromkeys(FLOATS))
 
@@ -70,7 +70,7 @@ def keys_at(operands: Operands, start: Any, *, k: jax.Array, v: jax.Array) -> Op
 
 
 def pack(k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-    """Return k and v as one array to send if their dtypes are equal: stacked, or concatenated."""
+    """Return k and v as one array to send, stacked or concatenated, if their dtypes are equal."""
     if k.dtype != v.dtype:
         return k, v
     return (jnp.stack([k, v]) if k.shape == v.shape else jnp.concatenate([k, v], axis=-1),)

@@ -73,8 +73,9 @@ class _ShardedKernel:
     def runs_again(self) -> bool:
         """Whether the backward pass runs the kernel again instead of reading residuals.
 
-        That is so if mesh axes replicate the output, as in `flash_decode`. Residuals that all
-        shards share would come back to the second `shard_map` as if each shard had its own.
+        It does if mesh axes replicate the output, as in `flash_decode`. There, shards share
+        residuals, but the second `shard_map` would get these residuals as if each shard had its
+        own.
         """
         return not self.opaque and bool(set(self.axes) - _names(self.call.specs.output))
 

@@ -1,4 +1,4 @@
-"""Which free pages slots get for their next tokens.
+"""Choose which free pages slots get for their next tokens.
 
 `references[page]` counts the table entries in use that name a page. A page with count 0 is free.
 Page numbers are small integers that every shard has, and every shard computes the same result.
@@ -75,7 +75,7 @@ def claim_pages(
     )
 
     def needs(asking: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the pages that asking slots need, their first columns, and who needs a copy."""
+        """Return how many pages asking slots need, their first columns, and which need a copy."""
         earlier_copies = jnp.sum(before & asking[None, :], axis=1, dtype=jnp.int32)
         copies = asking & (holders - earlier_copies > 1)
         first = count_pages(lengths, page_size) - copies.astype(jnp.int32)
