@@ -186,6 +186,20 @@ def test_sums_of_a_scatter_and_of_a_matmul_are_sent_apart() -> None:
     assert check(tied, *operands) == ["all_reduce"] * 2
 
 
+def test_constrained_sums_are_sent_apart_or_together() -> None:
+    """As for a weight that is gathered twice. TPUs add the terms first, CPUs do not."""
+
+    def twice(x: Any, y: Any) -> Any:
+        first, second = jnp.einsum("be,bm->em", x, y), jnp.einsum("be,bm->em", y, jnp.sin(x))
+        whole = on(SIZES, None, None)
+        return lax.with_sharding_constraint(first, whole) + lax.with_sharding_constraint(
+            second, whole
+        )
+
+    rows = ((32, 64), ("b", None))
+    assert check(twice, rows, rows, marked=True) == ["all_reduce"] * 2
+
+
 def test_carry_of_zeros_that_becomes_a_sum() -> None:
     """The body returns a partial sum, with the dims of the zeros. It is completed in each round."""
 

@@ -434,6 +434,22 @@ class TestTPU:
     def test_plan_equals_program_for_tpus(self, case: str) -> None:
         assert differences(case, topology="v5e:2x4") == [0, 0]
 
+    def test_gradients_of_one_weight_are_added_first(self) -> None:
+        """It is used in a matmul and elementwise. CPUs send both gradients."""
+        specs = {"w": sw.ArraySpec((EMBED,), jnp.float32, (sw.EMBED,))}
+
+        def loss(weights: Any, x: Any) -> Any:
+            w = sw.gather(weights, specs)["w"]
+            y = jnp.einsum("bse,e->bs", x, w)
+            return jnp.sin(y).sum() + jnp.sin(x * w).sum()
+
+        mesh = sw.abstract_mesh("dp:2,fsdp:4", axis_types="explicit")
+        pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=mesh, mode="train")
+        given = {"w": jax.ShapeDtypeStruct((EMBED,), jnp.float32)}, SHAPES[1]
+        program = Program(jax.grad(loss), given, (specs, HIDDEN), specs)
+        verified = verify_plan(pm, program, topology="v5e:2x4")
+        assert [sent.difference for sent in verified.traffic] == [0, 0]
+
 
 def test_infer_and_check_read_explicit_program(tmp_path: Path) -> None:
     file = tmp_path / "model.py"

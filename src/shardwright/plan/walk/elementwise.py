@@ -45,6 +45,7 @@ def elementwise(step: PlanStep) -> list[ShardedValue]:
     results = follow(step, known, values, choose=_agreed)
     if step.name in ADDITIONS:
         step.ledger.doubt_lookups(values, step.location)
+        step.ledger.doubt_sums(step.values, step.location)
         _move_table(step, values)
         lookups = frozenset().union(*(value.lookups for value in values))
         results = [replace(value, lookups=lookups) for value in results]

@@ -41,8 +41,9 @@ _TWICE: Final = "look up all rows at once: gradients of several lookups may be a
 SHARED: Final = (
     "gather it once: a compiler may share equal gathers, and the sums of their gradients"
 )
+_ADDED: Final = "add the terms before shard(...), gather a weight once: TPUs may add them first"
 # Fixes for choices other than a stored weight that competes with another value.
-LAYOUT_FIXES: Final = frozenset({_WHOLE_TILES, _KERNELS, _TWICE, SHARED})
+LAYOUT_FIXES: Final = frozenset({_WHOLE_TILES, _KERNELS, _TWICE, _ADDED, SHARED})
 _IN_STEPS: Final = "constrain the value in between with shard(...), one mesh axis at a time"
 
 
@@ -224,7 +225,11 @@ class Ledger:
         if target.dims != value.dims and len(self.events) > sent:
             # A move that sends nothing is a slice, which is fused into its use.
             self.moved += self.local_bytes(aval, target.dims)
-        return target
+        if value.owed:
+            summed = tuple((event.kind, event.mesh_axes) for event in self.events[sent:])
+        else:
+            summed = value.summed if len(self.events) == sent else ()
+        return dataclasses.replace(target, summed=summed)
 
     def _is_summed_whole(
         self, value: ShardedValue, aval: Any, dims: Dims, scattered: frozenset[str]
@@ -286,6 +291,12 @@ class Ledger:
         lookups = frozenset().union(*(term.lookups for term in terms))
         if len(lookups) > max(len(term.lookups) for term in terms):
             self.doubt(frozenset().union(*(axes for _, axes in lookups)), location, _TWICE)
+
+    def doubt_sums(self, terms: Sequence[ShardedValue], location: WalkLocation) -> None:
+        """Note an addition of two sums that equal collectives complete: TPUs may need only one."""
+        first, *others = [term.summed for term in terms]
+        if first in others:
+            self.doubt({axis for _, axes in first for axis in axes}, location, _ADDED)
 
     def doubt(self, mesh_axes: Iterable[str], location: WalkLocation, fix: str) -> None:
         """Note that a compiler may handle mesh axes in another way, and what would settle it."""

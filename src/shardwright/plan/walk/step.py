@@ -154,7 +154,9 @@ class PlanStep:
     def settle(self, result: ShardedValue, *, wanted: Dims | None = None) -> ShardedValue:
         """Complete a partial sum that the equation returns. It runs as often as the equation."""
         value = dataclasses.replace(result, runs=most_runs(self.values))
-        return self.ledger.settle(value, self.results[0], self.location, wanted=wanted)
+        settled = self.ledger.settle(value, self.results[0], self.location, wanted=wanted)
+        # Two largest elements, for example, cannot be added before they are sent.
+        return dataclasses.replace(settled, summed=())
 
     def maybe_partial(self, at: int) -> ShardedValue:
         """Return an operand as it is, or as a complete sum if another use needs that."""

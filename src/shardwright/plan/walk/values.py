@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
+from shardwright.plan.collectives.collective import Kind
 from shardwright.plan.walk.entries import Buffer
 from shardwright.resolution.partition_specs import entry_names
 
@@ -61,6 +62,7 @@ class ShardedValue:
         rows.
       table_moves: Moves, from dims to dims, of the value to which a scatter into zeros is added.
         XLA adds the rows to that value in the same scatter, and moves it like the zeros.
+      summed: Kinds and mesh axes of the collectives that completed it, if it was a partial sum.
       buffer: Its memory, or None if it needs none (constants) or the walk does not count memory.
     """
 
@@ -75,6 +77,7 @@ class ShardedValue:
     origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)
     lookups: frozenset[tuple[tuple[int, ...], frozenset[str]]] = frozenset()
     table_moves: tuple[tuple[Dims, Dims], ...] = ()
+    summed: tuple[tuple[Kind, tuple[str, ...]], ...] = ()
     buffer: Buffer | None = None
 
     @property
