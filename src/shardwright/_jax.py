@@ -588,8 +588,8 @@ def kernel_name(equation: Any) -> str:
 def moves_rows_alone() -> bool:
     """Return whether XLA moves the rows of a lookup independently of its indices.
 
-    XLA of JAX 0.10 does so. In later versions, XLA shards the rows like the indices if that makes
-    the lookup a full gather.
+    XLA of JAX 0.10 does so. In later versions, XLA shards the rows like the indices, also where
+    this takes a full gather.
     """
     return bool(jax.__version_info__ < (0, 11))
 

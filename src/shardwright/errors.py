@@ -29,7 +29,7 @@ class NewValue:
 
     Attributes:
       table: Key path of the table, such as `("modes", "decode")`.
-      key: The key, which the table may lack.
+      key: The key, which the table may not have yet.
       value: Its value.
       source: File and line of the value that the edit replaces, or empty.
     """
@@ -237,7 +237,7 @@ class CacheError(ShardingError):
 
 class CheckpointError(ShardingError):
     """A checkpoint, of this library or of another one, cannot be written or read, or does not fit
-    what it is restored into.
+    the state that it is restored to.
     """
 
 
@@ -325,7 +325,7 @@ def located(error: ShardingError, source: str) -> ShardingError:
 
 
 def shortened(text: str, most: int) -> str:
-    """Cut text to about `most` characters: both ends, with the number of characters between."""
+    """Cut text to about `most` characters: keep both ends, and say how many are left out."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -358,8 +358,8 @@ def hint_text(meant: Sequence[str]) -> str:
 def closest(name: str, known: Iterable[str]) -> str:
     """Return the closest known name, or an empty string.
 
-    A name that differs only in case is the closest. Between equally close names, the longer common
-    prefix wins, because people rarely mistype the first letter.
+    A name that differs only in case is the closest. Of equally close names, the one with the longer
+    common prefix is returned, because people rarely mistype the first letter.
     """
     names = [other for other in itertools.islice(known, MOST_NAMES) if len(other) <= LONGEST_NAME]
     if len(name) > LONGEST_NAME:

@@ -2,9 +2,9 @@
 
 This package holds the call, the implementations, their masks, and attention to caches. `api` has
 the public call, `inputs` reads its arguments, `choose` picks an implementation, `run` runs it;
-`kernels` has one file per implementation, and `parts` has what they share. `implementation` says
-how to add an implementation. Caches themselves belong in `caches`, rotary embeddings and modules in
-`layers`, and functions with the names of other libraries in `interop`.
+`kernels` has one file per implementation, and `parts` has what the implementations share.
+`implementation` says how to add an implementation. Caches themselves belong in `caches`, rotary
+embeddings and modules in `layers`, and functions with the names of other libraries in `interop`.
 """
 
 from shardwright.attention.api import dot_product_attention as dot_product_attention

@@ -190,7 +190,7 @@ def _window(cache: KVCache, window: Window | None) -> Window | None:
     """Return the window of the queries.
 
     Raises:
-      AttentionError: The window is longer than the one that a ring keeps.
+      AttentionError: The window is longer than the window that a ring keeps.
     """
     own = cache.spec.window
     if window is None:

@@ -93,7 +93,7 @@ class Operands:
       v: `[batch, kv_length, kv_heads, v_dim]`.
       k_scale: `[batch, kv_length, kv_heads]` float32 for quantized keys, else None. A key is
         `k * k_scale`.
-      v_scale: Likewise for the values.
+      v_scale: As `k_scale`, for the values.
       q_positions: `[batch or 1, q_length]` int32, global.
       kv_positions: `[batch or 1, kv_length]` int32, global. A negative position marks a row that
         does not exist.

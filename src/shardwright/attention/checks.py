@@ -58,7 +58,8 @@ def read_sizes(q: Any, k: Any, v: Any, layout: str, *, cast: bool) -> CallSizes:
       k: Likewise.
       v: Likewise.
       layout: "BTHD" or "BHTD".
-      cast: Whether the call casts the arrays to one dtype. Their dtypes may then differ.
+      cast: Whether the call casts the arrays to one dtype. If it does, the dtypes of q, k and v may
+        differ.
 
     Raises:
       AttentionError: The layout is unknown, or the shapes or dtypes do not fit each other.

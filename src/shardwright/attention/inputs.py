@@ -55,7 +55,7 @@ class Defaults(Protocol):
     """Values for keywords that a call leaves out, passed as `metadata`."""
 
     def options(self, given: Mapping[str, Any]) -> Options:
-        """Return the options of a call: the given keywords, and defaults for the rest."""
+        """Return the options of a call: the given keywords, and defaults for the other options."""
 
 
 def read_options(keywords: Mapping[str, Any], defaults: Defaults | None = None) -> Options:

@@ -37,7 +37,7 @@ Window = tuple[int | None, int | None]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MaskRules:
-    """The static part of a mask, which depends on positions alone. Hashable.
+    """The static part of a mask, which depends only on positions. Hashable.
 
     Attributes:
       causal: Whether a query sees only keys up to its own position.
@@ -301,7 +301,7 @@ def block_is_empty(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
     Args:
       rules: The static part of the mask.
       q: Smallest and largest position of the block's queries. If they are arrays, so is the result.
-      kv: Likewise for the block's keys.
+      kv: Smallest and largest position of the block's keys.
     """
     (q_low, q_high), (kv_low, kv_high) = q, kv
     left, right = rules.bounds

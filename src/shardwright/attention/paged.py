@@ -81,7 +81,8 @@ def paged_attention(
         `h * kv_heads // heads`.
       v_pages: `[pages, page_size, kv_heads, v_dim]`.
       block_tables: `[batch, pages_per_sequence]` int.
-      lengths: `[batch]` int, the number of keys of each sequence, those of its queries included.
+      lengths: `[batch]` int, the number of keys of each sequence, including the keys of its
+        queries.
       q_lengths: `[batch]` int, the number of queries of each sequence. Defaults to `q_length`.
       positions: `[batch, q_length]` int, in place of `q_lengths`: the position of each row of the
         queries, negative for padding.

@@ -68,7 +68,8 @@ def permute(batch: Any, *, shards: int, dim: int = 1) -> Any:
       dim: The dim of the length.
 
     Raises:
-      AttentionError: An array lacks that dim, or the length is not a multiple of `2 * shards`.
+      AttentionError: An array does not have that dim, or the length is not a multiple of
+        `2 * shards`.
     """
     return _reorder(batch, dim, lambda length: positions(length, shards=shards))
 

@@ -5,7 +5,7 @@ from 0. A slot holds the positions below its `length`. A slot of a ring holds on
 `start` on. No other value says which rows are valid.
 
 Scatters write the rows, and drop rows that are out of range: no token is clamped or shifted to
-another row. An operation that is impossible for a slot is refused for that slot alone. The refusal
+another row. An operation that is impossible for a slot is refused for that slot only. The refusal
 is a value in the `Change` that every operation returns. Operations run inside `jit` and outside.
 
 Each public method checks its arguments and calls `operate` with the private method of the same

@@ -47,9 +47,9 @@ def quantize(x: jax.Array, dtype: Any = "int8") -> QuantizedRows:
     float8_e4m3fn it is at most 1/16 of the element, in float8_e5m2 1/8, unless the element divided
     by the scale is below the smallest normal number of that dtype.
 
-    The scale is 1 for a row of zeros. It is also 1, and the row becomes zeros, if the scale would
-    be below the smallest normal float32: all magnitudes of such a row are below 1.5e-36 in int8,
-    5.3e-36 in float8_e4m3fn and 6.8e-34 in float8_e5m2.
+    The scale is 1 for a row of zeros. The scale is also 1, and the row becomes zeros, if the scale
+    would be below the smallest normal float32: all magnitudes of such a row are below 1.5e-36 in
+    int8, 5.3e-36 in float8_e4m3fn and 6.8e-34 in float8_e5m2.
 
     Args:
       x: `[..., dim]` floating point.
@@ -83,7 +83,7 @@ class QuantizedCache(RowCache):
       length: `[batch]` int32.
       start: See `RowCache`.
       k: `[batch, capacity, kv_heads, head_dim]`, int8 or float8.
-      v: `[batch, capacity, kv_heads, v_dim]`, likewise.
+      v: `[batch, capacity, kv_heads, v_dim]`, int8 or float8.
       k_scale: `[batch, capacity, kv_heads]` float32; a key is `k * k_scale`.
       v_scale: Likewise for values.
     """

@@ -33,7 +33,7 @@ class ArrayMoves:
 
     Attributes:
       name: Name of the array.
-      source: Its spec before.
+      source: Spec of the array before the move.
       target: Spec of the array after the move, on the same mesh.
       moves: The steps; empty if the array stays.
     """

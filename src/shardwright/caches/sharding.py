@@ -45,7 +45,7 @@ class CacheSharding:
           name: Name of the array, for errors.
 
         Raises:
-          ShardingError: The rules do not fit the sizes, or are `?`.
+          ShardingError: The rules do not fit the sizes, or a rule is `?`.
           CacheError: A `shard_map` around the call has split a dimension of the array.
         """
         if self.manager is None:

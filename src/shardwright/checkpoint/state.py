@@ -56,7 +56,7 @@ class Saving:
         """Wait until the checkpoint is complete.
 
         Raises:
-          CheckpointError: It could not be written. Older checkpoints stay as they are.
+          CheckpointError: The checkpoint could not be written. Older checkpoints stay as they are.
         """
         with self._lock:
             # Of two threads that wait, the first one takes the manager, and the second one gets its
@@ -116,10 +116,10 @@ def save(
 ) -> Saving:
     """Write a state as checkpoint number `step` of a folder.
 
-    The checkpoint appears when it is complete, or not at all. A program that is killed while it
-    saves leaves temporary directories. The next save to the folder removes them, so only one
-    program may save to a folder at a time. All processes of a `jax.distributed` run are one
-    program: each of them calls `save`.
+    The checkpoint appears when it is complete, or not at all. If a program is killed during a save,
+    temporary directories remain. The next save to the folder removes them, so only one program may
+    save to a folder at a time. All processes of a `jax.distributed` run are one program: each of
+    them calls `save`.
 
     Args:
       folder: Folder of the checkpoints. It is created if necessary, and gets one directory per
@@ -138,9 +138,9 @@ def save(
       The save, with its step and its number of bytes.
 
     Raises:
-      CheckpointError: A leaf cannot be saved (all such leaves are named), the step exists, the call
-        is inside a trace, files of this save, or of an earlier one that nobody waited for, cannot
-        be written, or orbax is not installed.
+      CheckpointError: A leaf cannot be saved (all such leaves are named). Or the step exists, the
+        call is inside a trace, or orbax is not installed. Or files cannot be written: those of this
+        save, or of an earlier save that nobody waited for.
     """
     orbax, path = import_orbax(_WHAT, CheckpointError), directory(folder, CheckpointError, "folder")
     check_outside_of_trace("a state can be saved", CheckpointError)

@@ -41,7 +41,7 @@ def compiled_rules(strategy: Any) -> AxisRules:
 
 
 def mesh_for(strategy: Any, mesh: Any) -> Mesh | AbstractMesh:
-    """Return the mesh of a manager: the one that is passed, that of the strategy or, for rules
+    """Return the mesh of a manager: the mesh that is passed, the mesh of the strategy or, for rules
     alone, the ambient mesh.
 
     Building the mesh of a strategy starts the backend.

@@ -579,7 +579,7 @@ class PartitionManager(Manager):
     def profile(
         self, trace: str | Path, report: PlanReport, *, program: str | None = None
     ) -> Profile:
-        """Return what a profile measured, beside the plan of the same program.
+        """Return the measurements of a profile side by side with the plan of the same program.
 
         Args:
           trace: Folder that was passed to `jax.profiler.trace`, or a file `*.xplane.pb`.

@@ -149,7 +149,7 @@ def plan_gather(
 
 
 def _marked(resolution: Resolution, weight: Weight) -> Resolution:
-    """Mark the Manual mesh axes of a resolution as applied, so that its spec lacks them."""
+    """Mark the Manual mesh axes of a resolution as applied, so that its spec does not have them."""
     decisions = marked_manual(resolution.decisions, weight.manual)
     return dataclasses.replace(resolution, decisions=decisions)
 

@@ -21,7 +21,8 @@ def host_kind(mesh: Mesh | AbstractMesh, rule: RuleRef | None, path: str = "") -
     """Return the memory kind of the host: `pinned_host`, or the only host kind of the backend.
 
     Args:
-      mesh: The mesh. An abstract mesh has no backend, and counts as one with `pinned_host`.
+      mesh: The mesh. An abstract mesh has no backend, and is treated as if its backend had
+        `pinned_host`.
       rule: The line of the strategy that puts an array on the host, for the error.
       path: Path of the array, for the error.
 

@@ -78,8 +78,8 @@ def offloaded(optimizer: Any, specs: Any) -> Offloaded:
     If the whole state moves, the device needs memory for all of it. In a stack of layers (a
     parameter whose first axis is `LAYERS`), the update of a layer needs only the state of this
     layer. So the update is a `jax.lax.scan` over the layers, whose carry is the arrays in host
-    memory. Other parameters move whole, and so does a stack that is sharded over its layers. If no
-    array is on the host, the program is the same and moves nothing.
+    memory. Other parameters move as a whole, and so does a stack that is sharded over its layers.
+    If no array is on the host, the program is the same and moves nothing.
 
     The optimizer must work leaf by leaf. It treats each layer of a stack as a separate parameter,
     as if the layers were not stacked. To clip by the global norm, clip first:
@@ -240,7 +240,7 @@ class _LayerUpdate:
     def _call(
         self, grads: dict[int, Any], moments: dict[int, Any], params: dict[int, Any] | None
     ) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Call the optimizer on some parameters, with None in place of the others.
+        """Call the optimizer on some parameters, with None in place of the other parameters.
 
         Return the results by parameter and the new state by the number of its leaf, scalars
         included.

@@ -167,6 +167,6 @@ def _over_rest(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable
 
 
 def _split(leaves: Sequence[Any], chosen: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """Return the leaves that are chosen, and the others."""
+    """Return the leaves that are chosen, and the other leaves."""
     pairs = list(zip(leaves, chosen, strict=True))
     return [leaf for leaf, yes in pairs if yes], [leaf for leaf, yes in pairs if not yes]

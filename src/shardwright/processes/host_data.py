@@ -192,7 +192,7 @@ def read_local(local: Any) -> Any:
     """Return the part of a process as an array.
 
     Raises:
-      StrategyError: It is not an array of numbers.
+      StrategyError: The part is not an array of numbers.
     """
     if isinstance(local, jax.Array):
         return local

@@ -37,14 +37,14 @@ class Meeting:
 
     Args:
       store: The coordination store.
-      room: Keys of this call. They are equal in all processes.
+      room: Prefix of the keys of this call, equal in all processes.
       count: Number of processes.
       attempt: Number of the attempt. Defaults to the current one.
 
     Attributes:
-      room: Keys of this call.
+      room: Prefix of the keys of this call.
       attempt: Number of the attempt.
-      folder: Keys of this attempt.
+      folder: Prefix of the keys of this attempt.
       place: Number of this process in the order of arrival, from 1.
       is_complete: Whether `close` found that all processes have arrived.
     """

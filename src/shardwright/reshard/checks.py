@@ -59,7 +59,7 @@ def _problem(path: str, what: str, fix: str) -> Problem:
 
 
 def _is_number(dtype: np.dtype) -> bool:
-    """Tell whether JAX has arrays of a dtype, possibly cut to 32 bits."""
+    """Tell whether JAX has arrays of a dtype, or of this dtype cut to 32 bits."""
     if not (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)):
         return False
     # NumPy's longdouble and clongdouble are wider, and JAX has no such dtypes.

@@ -36,7 +36,10 @@ class Send:
 
 
 def units_of(source: DeviceGrid, target: DeviceGrid) -> tuple[int, ...]:
-    """Return the number of units along each dimension. A unit is a block that is sent whole."""
+    """Return the number of units along each dimension.
+
+    A unit is a block that is sent as a whole.
+    """
     return tuple(map(math.lcm, source.counts, target.counts))
 
 

@@ -34,8 +34,8 @@ class TriedCandidate:
         under `order = "rules"`.
       skipped: Records of what was skipped before this candidate: mesh axes, and candidates without
         any mesh axis left.
-      misses_axis: Whether the candidate names a mesh axis that the mesh lacks, so that the policy
-        replicates the dim.
+      misses_axis: Whether the candidate names a mesh axis that the mesh does not have, so that the
+        policy replicates the dim.
       parts: For a composite, the mesh axes that each member adds to `live`.
     """
 
@@ -87,8 +87,8 @@ class Composite:
 
     Attributes:
       members: The rules of the members that have a rule, in order.
-      chains: The candidates of each member, in order. The last one is empty if the member may add
-        no mesh axes.
+      chains: The candidates of each member, in order. The last candidate is empty if the member is
+        allowed to add no mesh axes.
       ref: The members' rules, for messages.
       unruled: A record for each member without a rule. Such a member adds no mesh axes.
     """

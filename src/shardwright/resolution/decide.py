@@ -180,7 +180,7 @@ class Decider:
     def _literal(self, pending: PendingDecision, names: tuple[str, ...]) -> DimDecision:
         """Decide an entry of a literal spec like the candidate of a rule.
 
-        Only a policy may remove a mesh axis that the mesh lacks.
+        Only a policy may remove a mesh axis that the mesh does not have.
         """
         pending.literal = True
         ref = RuleRef(key=f"dim {pending.dim}", text="+".join(names) or "-", source="literal spec")

@@ -100,8 +100,8 @@ def _followed(
     """Return the decision of one dim of a part, and a problem or None.
 
     Args:
-      decision: Decision of the dim that the part's dim follows, with the position and the size of
-        the part's dim.
+      decision: Decision of the dim that the part's dim follows. Its position and size are already
+        those of the part's dim.
       whole: Size of the dim that is followed.
       fits: Tells whether a size divides over mesh axes.
       policy: What to do if the size does not divide.

@@ -101,7 +101,7 @@ def stage_notes(
 
 
 def _layers_of(stage: int, chunk: int, size: int, repeats: int) -> str:
-    """Return the numbers of a stage's layers as text; `size` layers are those of one repeat."""
+    """Return the numbers of a stage's layers as text; A repeat has `size` layers."""
     firsts = [repeat * size + stage * chunk for repeat in range(repeats)]
     return ", ".join(
         f"{first}-{first + chunk - 1}" if chunk > 1 else f"{first}" for first in firsts
@@ -164,7 +164,7 @@ def schedule_table(pipeline: Pipeline, stages: int) -> ScheduleTable:
 
 
 def most_inputs(table: ScheduleTable) -> tuple[int, ...]:
-    """For each stage, return the most inputs that it keeps at one time for backward passes."""
+    """For each stage, return the largest number of inputs that it keeps for backward passes."""
     held, most = [0] * len(table[0]), [0] * len(table[0])
     for row in table:
         for stage, work in enumerate(row):

@@ -54,7 +54,7 @@ class Fallback(enum.StrEnum):
 
 
 class Attention(enum.StrEnum):
-    """The implementations of attention that a strategy may name, besides `own:NAME`.
+    """The implementations of attention that a strategy may name, in addition to `own:NAME`.
 
     AUTO chooses an implementation for each call.
     """
@@ -101,7 +101,7 @@ class Order(enum.StrEnum):
 
 
 class Missing(enum.StrEnum):
-    """What happens to a candidate that names a mesh axis that the mesh lacks."""
+    """What happens to a candidate with a mesh axis that the mesh does not have."""
 
     SKIP = "skip"
     REPLICATE = "replicate"
@@ -180,10 +180,10 @@ class Policy:
       missing: For an absent mesh axis: drop it from its candidate, or replicate the whole dim.
       rank: For an annotation of another rank than the array: raise an error, or cut or pad the
         annotation.
-      largest_dim: Candidates of mesh axes that shard each stored weight along its largest free dim
-        that divides, or None.
-      largest_dim_min_size: Number of elements below which `largest_dim` leaves a weight, or a layer
-        of stacked weights, alone.
+      largest_dim: Candidates of mesh axes, or None. The first candidate that fits shards a stored
+        weight along its largest free dim that divides.
+      largest_dim_min_size: Number of elements below which `largest_dim` does not change a weight,
+        or a layer of stacked weights.
       zero1: Candidates of mesh axes that shard optimizer state in addition to its parameter, or
         None.
       idle: Mesh axes that no rule names on purpose, so that everything is replicated over them.

@@ -50,7 +50,7 @@ def check_axes(places: Iterable[tuple[str, str]], own: Iterable[str], *, declare
 
     Args:
       places: Where each axis is given, and its canonical name.
-      own: Axes besides those of the vocabulary.
+      own: Axes that are known in addition to the vocabulary.
       declare: How to declare an axis of one's own, as the last words of a message.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Continuous batching: requests share slots, and finished requests free theirs immediately."""
+"""Continuous batching: requests share slots, and a finished request frees its slot immediately."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Handle:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens written so far, without those that may still become a stop sequence."""
+        """The tokens written so far, without the last ones if these may become a stop sequence."""
         return tuple(self._job.text)
 
     @property

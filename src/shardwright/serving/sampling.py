@@ -41,9 +41,9 @@ class Sampled:
     """Tokens that were sampled and their log-probabilities, in one array, to fetch in one transfer.
 
     Attributes:
-      packed: `[..., 2]` int32: a token, or a negative number, which is the code of an error; and
-        the bits of a float32, the logarithm of the probability that the model gave the token,
-        before temperature, top_k and top_p.
+      packed: `[..., 2]` int32. The first number is a token or, if it is negative, the code of an
+        error. The second one has the bits of a float32: the logarithm of the probability that the
+        model gave the token, before temperature, top_k and top_p.
     """
 
     packed: jax.Array

@@ -1,4 +1,4 @@
-"""Replace the weights of a running engine: move new ones to the shardings of the old ones."""
+"""Replace the weights of a running engine: move new weights to the shardings of the old weights."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def check_weights(new: Any, old: Any, name: str) -> Any:
 
 
 def _value_problems(path: str, leaf: Any) -> list[Problem]:
-    """Return a problem if a weight has no value, or one that JAX cannot hold."""
+    """Return a problem if a weight has no value, or a value that JAX cannot hold."""
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) or not hasattr(leaf, "shape"):
         return [*checks.check_alive(path, leaf), *checks.check_value(path, leaf)]
     what = f"{type(leaf).__name__} has no values"

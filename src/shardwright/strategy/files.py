@@ -50,7 +50,7 @@ def _check_format(format: str, source: str, fix: str = "name the file .toml or .
 
 
 def strategy_names(text: str | Path, root: Path = Path()) -> list[str]:
-    """Return the names in `a | b`. If a file has a bar in its name, the text is one name."""
+    """Return the names in `a | b`. If the text is the name of a file, return it as one name."""
     if isinstance(text, Path) or os.path.exists(root / text):
         return [str(text)]
     return [name.strip() for name in text.split("|")]

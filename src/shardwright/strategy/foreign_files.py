@@ -21,7 +21,7 @@ def read_text(
 
     Args:
       path: The file.
-      most: The most characters that are read.
+      most: Largest number of characters that are read.
       error: The class to raise.
       fix: What to do if the file cannot be opened.
 

@@ -539,8 +539,8 @@ class Strategy(BaseModel):
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
     def __or__(self, other: Strategy) -> Strategy:
-        """Overlay `other` on this strategy. The keys of `other` win, and its `[[tensors]]` come
-        first.
+        """Overlay `other` on this strategy. The keys of `other` take precedence, and its
+        `[[tensors]]` come first.
 
         Raises:
           ShardingError: The result has problems, or `axis_types` is a word in one strategy and a

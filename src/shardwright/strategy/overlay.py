@@ -51,7 +51,10 @@ def overlay(
 
 
 def merge(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Overlay plain data key by key. The values of `other` win, and its list entries come first."""
+    """Overlay plain data key by key.
+
+    The values of `other` take precedence, and its list entries come first.
+    """
     merged = dict(base)
     for key, value in other.items():
         below = merged.get(key)

@@ -44,7 +44,7 @@ class Case:
       name: Name in test ids.
       mode: Runtime mode. A training case runs in prefill too.
       options: Static arguments of `dot_product_attention`.
-      arrays: Names of the arrays beside q, k and v.
+      arrays: Names of the arrays other than q, k and v.
       stored: Dtype of quantized k and v, or None.
       coarse: Whether q and k are multiples of 1/4. A bias added to their scores is then rounded
         in the same way by every implementation.

@@ -1,6 +1,7 @@
 """Golden files: text that a person reads once, and that a test compares from then on.
 
-`pytest --update-golden` writes them. A missing, outdated or unused golden file fails.
+`pytest --update-golden` writes them. A golden file that is missing, outdated or unused fails the
+test run.
 """
 
 from __future__ import annotations

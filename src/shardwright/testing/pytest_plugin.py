@@ -180,8 +180,8 @@ def placed(
 ) -> Iterator[Mesh]:
     """Build the mesh of a case for one test, which computes on the devices of that mesh.
 
-    Yields the mesh. A test that leaves a mesh or a manager set fails, and the mesh or manager is
-    reset.
+    Yields the mesh. If a test leaves a mesh or a manager set, the test fails, and the mesh or
+    manager is reset.
     """
     devices = _devices(case, requested, backend)
     try:

@@ -1,5 +1,5 @@
 """The implementations of attention, one file each.
 
-Each has `supports(call)` and `run(operands, call)`; `attention.implementation` lists them. What
-several kernels share belongs in `attention.parts`.
+Each has `supports(call)` and `run(operands, call)`; `attention.implementation` lists them. Code
+that several kernels share belongs in `attention.parts`.
 """

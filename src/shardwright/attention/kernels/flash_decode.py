@@ -152,7 +152,7 @@ class Combination:
     def _pieces(self, partial: jax.Array, *, dim: int) -> jax.Array:
         """Return the partial results of all shards for this shard's part of a dim.
 
-        Dim 0 of the result has the shards.
+        Dim 0 of the result is over the shards.
         """
         before, size, after = partial.shape[:dim], partial.shape[dim], partial.shape[dim + 1 :]
         by_rank = jnp.moveaxis(
@@ -205,7 +205,8 @@ def return_sequences(state: Running, axes: tuple[str, ...], count: int) -> Runni
     """Return the state of a shard's own sequences after the keys of all shards over `axes`.
 
     Args:
-      state: The state of the sequences of all these shards, after the keys of this shard.
+      state: The state of the sequences of all shards over `axes`, after only the keys of this
+        shard.
       axes: The mesh axes.
       count: Number of shards over these mesh axes.
     """

@@ -47,7 +47,7 @@ def not_in_splash(call: AttentionCall, *, q_shards: int = 1, kv_shards: int = 1)
     Args:
       call: The call.
       q_shards: Number of shards of the queries' length. The kernels see one shard.
-      kv_shards: Likewise for the keys.
+      kv_shards: As `q_shards`, for the keys.
     """
     recipe, blocks = call.recipe, _blocks(call, q_shards, kv_shards)
     too_many = f"{blocks} entries, more than {_MOST_BLOCKS}"

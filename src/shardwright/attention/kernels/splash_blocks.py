@@ -83,7 +83,7 @@ class SplashBlocks:
           delta: As in `blockwise.backward`.
           onto: As in `blockwise.backward`.
           lse_error: None, because there is no bias.
-          dtype: Dtype of the gradients. They are float32 until they are complete.
+          dtype: Dtype of the gradients. They stay float32 until they are complete.
         """
         assert lse_error is None
         block = _Local.of(operands, recipe, self)

@@ -43,7 +43,7 @@ def inner_kernel(
     Args:
       call: The call.
       q_shards: Number of shards of the queries' length. The kernel sees one shard.
-      kv_shards: Likewise for the keys.
+      kv_shards: As `q_shards`, for the keys.
       whole: Whether the kernel sees whole sequences, which cuDNN needs.
     """
     platform_kernel, reasons = "", tuple[str, ...]()

@@ -2,10 +2,10 @@
 
 JAX can differentiate a `shard_map`, but not in every program. Inside another `shard_map`, as in
 gradient accumulation, the residuals between the two directions get shardings that XLA refuses. In a
-`lax.scan` over layers, JAX 0.10 moves what depends on no array of the layer, such as masks, out of
-the loop; it then splits the forward pass, and stores the masks of all blocks. So the `custom_vjp`
-in this module is outside of the `shard_map`, and its forward pass is one `jax.checkpoint`, which
-JAX does not split. The backward pass is a second `shard_map`.
+`lax.scan` over layers, JAX 0.10 moves computations that depend on no array of the layer, such as
+masks, out of the loop. This splits the forward pass, and stores the masks of all blocks. So the
+`custom_vjp` in this module is outside of the `shard_map`, and its forward pass is one
+`jax.checkpoint`, which JAX does not split. The backward pass is a second `shard_map`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class _ShardedKernel:
       kernel: Function of local operands.
       call: The call.
       floats: The specs of the operands that have gradients, by name.
-      others: The specs of the rest: operands without floats, and the numbers of the heads.
+      others: The specs of the other arguments: operands without floats, and the numbers of the
+        heads.
       opaque: Whether JAX cannot look into the kernel.
     """
 
@@ -161,7 +162,7 @@ def run_on_shards(
 
 
 def run_opaque(kernel: Kernel, operands: Operands, call: AttentionCall) -> Result:
-    """Run a kernel that JAX cannot look into, such as a Pallas kernel, like `run_on_shards`.
+    """Like `run_on_shards`, for a kernel that JAX cannot look into, such as a Pallas kernel.
 
     Derivatives of gradients are refused.
 
@@ -202,7 +203,7 @@ def _run(job: _ShardedKernel, floats: dict[str, Any], others: Any) -> Result:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Residuals:
-    """What the backward pass reads beside the operands and the results.
+    """What the backward pass reads in addition to the operands and the results.
 
     Attributes:
       arrays: Residuals of the kernel that are neither operands nor results, with a leading dim of

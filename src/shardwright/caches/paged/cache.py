@@ -77,7 +77,7 @@ class PagedCache(KVCache):
         return pool.read_rows(self.view(), self._sharding)
 
     def only(self, slots: jax.Array) -> Self:
-        """Return a cache of some slots, to read from. It has the same pages.
+        """Return a cache of some slots, to read from. The new cache has the same pages.
 
         Args:
           slots: `[n]` int32. A number past the last slot gives an empty slot.

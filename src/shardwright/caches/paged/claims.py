@@ -53,9 +53,9 @@ def claim_pages(
 ) -> PageClaim:
     """Choose pages for the next tokens of slots: free pages in order, for one slot after the other.
 
-    A slot that cannot get all the pages it needs gets none, and the next slot may get the free
-    ones. A partly filled page that other slots use too is not written to: the slot gets another
-    page, a copy. The last slot that still uses the page needs no copy.
+    A slot that cannot get all the pages it needs gets none, and the next slot may get the pages
+    that are free. A partly filled page that other slots use too is not written to: the slot gets
+    another page, a copy. The last slot that still uses the page needs no copy.
 
     Args:
       references: `[pages]` int32.
