@@ -175,7 +175,7 @@ def unanswered(what: str) -> MeetingVerdict:
 
 
 def ranks_in(store: _jax.CoordinationStore, folder: str) -> dict[int, str]:
-    """Return the text of each rank below a folder."""
+    """Return the text that each process wrote below a folder, by rank."""
     return {int(rank): text.decode() for rank, text in store.entries(folder).items()}
 
 

@@ -186,7 +186,7 @@ class Policy:
         or a layer of stacked weights.
       zero1: Candidates of mesh axes that shard optimizer state in addition to its parameter, or
         None.
-      idle: Mesh axes that no rule names on purpose, so that everything is replicated over them.
+      idle: Mesh axes that are on purpose in no rule, so that everything is replicated over them.
 
     Raises:
       StrategyError: A choice does not exist; a name in `gather` or `idle` occurs twice or cannot

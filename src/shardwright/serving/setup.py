@@ -97,8 +97,8 @@ class Setup:
     def create_transit(self) -> Caches:
         """Create a prefill batch on the mesh of the slots.
 
-        A prompt that continues to be read passes through it, from the mesh of the slots to that of
-        prefill.
+        A prompt that was read in part passes through this batch on its way from the mesh of the
+        slots to the mesh of prefill.
         """
         assert self.manager is not None
         with self.manager.for_mode(MODE_PREFILL), _naming("prefill_rows", self.prefill_rows):

@@ -79,7 +79,7 @@ def merge_origin(base: KeySources, other: KeySources, data: Mapping[str, Any]) -
     Args:
       base: Origin of the strategy `base`.
       other: Origin of the strategy `other`, which is laid over `base`.
-      data: Plain data of the strategy above.
+      data: Plain data of the strategy `other`.
     """
     # Key paths have the numbers of entries, `("tensors", "0")`, so the entries of `base` get larger
     # numbers.

@@ -44,7 +44,7 @@ class ShownForm(Generic[Shown]):
         return add
 
     def __call__(self, value: Any, **options: Any) -> Shown:
-        """Show a value. Options depend on its class."""
+        """Show a value. The options depend on the class of the value."""
         function = function_for(self, value)
         if function is None:
             raise AssertionError(f"shardwright/show has no function for {type(value).__name__}")
