@@ -46,7 +46,7 @@ BAD = {
     "--mesh, --devices or --mode twice",
     "diff fsdp fsdp --tensors tensors.toml --mesh dp:2": "both sides are the same",
     "diff fsdp ddp tensor --tensors tensors.toml --mesh dp:2": (
-        "STRATEGY is given 3 times\n  fix   give one for both sides"
+        "STRATEGY is given 3 times\n  fix   give one value for both sides"
     ),
     "diff fsdp --tensors tensors.toml --mesh dp:2 --mesh dp:4 --mesh dp:8": (
         "--mesh is given 3 times"

@@ -302,7 +302,7 @@ def test_caches_of_other_layers() -> None:
     """A ring forgets, and only a layer with a window may not notice."""
     config = stack(windows=((2, 0), None), scan=False)
     options = {"batch": 2, "capacity": 4, "window": 3}
-    text = "caches: layer 1 attends to all tokens, and its cache keeps 3\n  fix   create its cache"
+    text = "caches: layer 1 attends to all tokens, and its cache keeps 3\n  fix   create the cache"
     refused(lambda: transformer_block.init_caches(config, "sliding", **options), text)
     local = stack(windows=((2, 0),), scan=False)
     rings = transformer_block.init_caches(local, "sliding", **options)

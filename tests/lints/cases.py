@@ -281,7 +281,7 @@ CASES: dict[str, Case] = {
         where="s.toml:4 modes.decode.params.vocab",
         says='weights with VOCAB are sharded differently in prefill ("tp") and in decode '
         '("tp+fsdp")',
-        fix="give them one rule, under [params]",
+        fix="give these weights one rule, under [params]",
         quiet='[params]\nvocab = "tp"\n[modes.train.params]\nvocab = "tp+fsdp"\n',
     ),
     "weights that move on this mesh": Case(

@@ -149,7 +149,7 @@ def compare(before: PartitionManager, after: PartitionManager, *, tensors: Any) 
     if (before.mode is None) != (after.mode is None):
         raise StrategyError(
             "one manager has a mode and the other does not",
-            fix='pass both with a mode, such as pm.for_mode("decode"), or both without',
+            fix='give both managers a mode, such as pm.for_mode("decode"), or neither',
         )
     pairs = (
         [(mode, mode) for mode in MODES]

@@ -39,7 +39,8 @@ class Category(enum.StrEnum):
     __hash__ = str.__hash__
 
 
-# The role under which the arrays of a category are resolved. None leaves it to the annotation.
+# The role under which the arrays of a category are resolved. With None, the annotation decides the
+# role.
 ROLES: Final = {
     Category.PARAMETERS: Role.PARAM,
     Category.GRADIENTS: Role.PARAM,

@@ -86,7 +86,7 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
         )
         known = links.get(event.mesh_axes, SecondsRange(low=0.0, high=0.0))
         links[event.mesh_axes] = SecondsRange(
-            # At best, a branch is not taken.
+            # In the best case, the branch is not taken.
             low=known.low + (0.0 if event.maybe else event.runs * span.low),
             high=known.high + event.runs * span.high,
         )
@@ -94,6 +94,7 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
         matmuls=SecondsRange(low=low, high=high / _LEAST_USE),
         memory=SecondsRange(low=state_bytes / chip.hbm_rate, high=read),
         links=links,
-        # At best, half of the bytes go to the host while the other half come from it.
+        # In the best case, half of the bytes go to the host while the other half come from the
+        # host.
         host=SecondsRange(low=moved / 2, high=moved),
     )

@@ -313,7 +313,7 @@ def trace(
 def argument_of(leaf: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of an argument, with this sharding only."""
     aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    # A Python scalar is weakly typed. Without the mark, it would widen the results.
+    # A Python scalar is weakly typed. Without `weak_type`, it would widen the results.
     weak = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak, sharding=sharding)
 
@@ -497,7 +497,7 @@ def _annotated(tree: Any, annotations: Any, name: str) -> list[Leaf]:
 def _written_rule(decision: DimDecision, axis: str, manager: Manager) -> str:
     """Return the text of the rule or the policy that put a mesh axis on a dim."""
     ref, zero1 = decision.rule, manager.rules.policy.zero1
-    if zero1 is not None and axis in decision.zero1:  # a minor axis of the dim
+    if zero1 is not None and axis in decision.zero1:  # zero1 has added this axis
         ref = zero1.ref
     return "" if ref is None else ref.written
 

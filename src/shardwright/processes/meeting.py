@@ -149,7 +149,7 @@ def collect(
         if failed is None and now < deadline:
             continue
         if closed:
-            return fail()  # the process that decides or has closed it no longer runs
+            return fail()  # the process that decides, or that closed the meeting, no longer runs
         if failed is None and meeting.extends(is_late):
             deadline = now + patience
             continue

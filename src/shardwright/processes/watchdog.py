@@ -137,7 +137,7 @@ class Watchdog(threading.Thread):
         while True:
             now = time.monotonic()
             if now - last > 4 * self._interval + 1:
-                self._seen.clear()  # this process was stopped, so others were not silent
+                self._seen.clear()  # this process was stopped, so it has missed beats of the others
                 self._apart.clear()
                 self._main.restart()
             last = now
@@ -390,7 +390,8 @@ class _MainThread:
 
     def _answer(self, _: object) -> int:
         self._pending = False
-        if not _jax.is_in(sys._getframe(), collect.__code__):  # in `collect` it waits for others
+        # in `collect`, the main thread waits for others
+        if not _jax.is_in(sys._getframe(), collect.__code__):
             self._ran = True
         return 0
 

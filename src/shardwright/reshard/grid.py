@@ -64,7 +64,7 @@ def grid_of(sharding: Sharding, shape: Sequence[int]) -> DeviceGrid:
         if sharding.spec.unreduced:
             raise ShardingError(
                 f"{sharding.spec} is unreduced: its shards are parts of a sum",
-                fix="sum it before the move, with jax.reshard",
+                fix="sum the array before the move, with jax.reshard",
             )
         dims = tuple(entry_names(entry) for entry in sharding.spec.partitions)
         return mesh_grid(sharding.mesh, dims + ((),) * (len(shape) - len(dims)))
@@ -125,7 +125,7 @@ def _grid_of_slices(sharding: Sharding, shape: Sequence[int]) -> DeviceGrid:
     if any(size != part * count for size, part, count in zip(shape, local, counts, strict=True)):
         raise ShardingError(
             f"{sharding} cuts the shape {tuple(shape)} into unequal blocks",
-            fix="move it with jax.device_put first",
+            fix="move the array with jax.device_put first",
         )
     return DeviceGrid(
         devices=tuple(device.id for device in slices),

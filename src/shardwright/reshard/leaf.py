@@ -254,7 +254,7 @@ def host_blocks(
     """
     dim, cut = route.pieces.dim, list(boxes)
     if dim is not None:
-        # The host cuts a block in no other step, so the block is one group of rows.
+        # The host cuts a block only into these pieces, so the block is one group of rows.
         firsts = [(box[dim].start or 0) + start for box in boxes]
         cut = [
             (*box[:dim], slice(first, first + route.pieces.size), *box[dim + 1 :])
@@ -266,7 +266,8 @@ def host_blocks(
         parts = [_read(value, box) for box in cut]
     # Copy, because JAX on the CPU may use NumPy's memory directly.
     blocks = [np.array(part, dtype=route.to_dtype, order="C") for part in parts]
-    # `wire_view` makes integers of floats, and without pieces no program turns them back.
+    # `wire_view` turns floats into integers. Without pieces, no program would turn these back into
+    # floats.
     return blocks if dim is None else [wire_view(block, route) for block in blocks]
 
 

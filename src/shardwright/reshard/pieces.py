@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from shardwright.errors import ShardingError
 from shardwright.vocabulary.units import BYTES
 
-# Units are read in upper and lower case.
+# Units may be in upper or lower case.
 _UNITS = {unit.upper(): size for unit, size in BYTES.items()}
 
 
@@ -41,7 +41,7 @@ class Pieces:
 
     def of_all(self, whole: int) -> int:
         """Return the bytes of all pieces, overlaps included, for a leaf of `whole` bytes."""
-        # Rows of an overlap are sent twice.
+        # Rows of an overlap count twice, because they are sent twice.
         return whole // self.rows * self.size * self.count
 
     def start(self, number: int) -> int:

@@ -238,7 +238,7 @@ def plan_moves_of(
     before = [None] * len(pairs) if sources is None else _flattened(structure, sources, "source")
     leaves: list[LeafMove] = []
     problems: list[Problem] = []
-    # The target is part of the key: one array may move to two shardings.
+    # One array may move to two shardings, so the target is part of the key.
     first: dict[tuple[int, Sharding], str] = {}
     for (key_path, value), target, source in zip(pairs, after, before, strict=True):
         path = path_text(key_path)
@@ -288,7 +288,7 @@ def _plan_leaf(
     if route.moves and not checks.is_wide_enough(own):
         raise ShardingError(
             f"the collectives of XLA do not take arrays of {own}",
-            fix="move it with jax.device_put(x, sharding), or as int8",
+            fix="move the array with jax.device_put(x, sharding), or as int8",
         )
     place = "one device" if isinstance(where, SingleDeviceSharding) else str(where)
     if isinstance(where, NamedSharding):

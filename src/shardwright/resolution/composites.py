@@ -53,7 +53,7 @@ def reduced(
 
     Each mesh axis that is left out is recorded in `skipped`.
     """
-    # Most candidates are single mesh axes that stay.
+    # The usual case: a candidate is a single mesh axis, and the mesh has enough devices along it.
     if len(written) == 1 and sizes.get(written[0], 0) >= min_size:
         return _single(written)
     live: list[str] = []

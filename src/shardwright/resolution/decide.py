@@ -173,7 +173,8 @@ class Decider:
 
     def without_rule(self, pending: PendingDecision) -> DimDecision:
         """Decide a dim that has no rule, or whose composite's rules conflict."""
-        # `rule_for` returns None in both cases. It adds a problem only if the rules do not combine.
+        # In both cases, `rule_for` returns None. It adds a problem only if the rules of a composite
+        # conflict.
         failed = bool(self.problems) and self.problems[-1].dim == pending.dim
         return pending.decided(Outcome.FAILED if failed else Outcome.NO_RULE)
 
@@ -270,8 +271,8 @@ class Decider:
     def _chosen(self, pending: PendingDecision, rule: Chain, size: int | None) -> DimDecision:
         attempts = self.attempt(self.candidates(rule), size)
         pending.rule, pending.skipped = rule.ref, tuple(attempts.skipped)
-        # This needs no size: without one, `attempt` sets the flag only if no earlier candidate can
-        # apply.
+        # This test needs no size: without a size, `attempt` sets the flag only if no earlier
+        # candidate can apply.
         if attempts.dropped_missing:
             return pending.decided(Outcome.POLICY_MISSING)
         if size is None and self.needs_shape(attempts, rule):

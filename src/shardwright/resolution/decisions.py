@@ -213,7 +213,7 @@ class DimDecision:
             Outcome.POLICY_MISSING: 'policy missing = "replicate"',
             Outcome.FAILED: "failed",
         }[self.outcome]
-        # An EMPTY skip follows the skips of all its mesh axes, which give the reason already.
+        # An EMPTY skip follows the skips of all its mesh axes. Those skips give the reason already.
         skips = dict.fromkeys(str(skip) for skip in self.skipped if skip.reason is not Reason.EMPTY)
         parts = [*skips, *([outcome] if outcome else [])]
         for policy, added in (("largest_dim", self.largest_dim), ("zero1", self.zero1)):

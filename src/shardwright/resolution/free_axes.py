@@ -238,7 +238,8 @@ def _widened(
     axes = (*chosen.mesh_axes, *free)
     added: dict[str, Any] = {policy.key: free}
     if not chosen.mesh_axes:
-        # The dim has all of its mesh axes from the policy, so errors and reports name this rule.
+        # All mesh axes of the dim come from the policy, so errors and reports name the policy's
+        # rule.
         added |= {"rule": rule.ref, "outcome": Outcome.CHOSEN}
     wider = dataclasses.replace(chosen, mesh_axes=axes, **added)
     decisions = tuple(

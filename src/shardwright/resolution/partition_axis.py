@@ -104,7 +104,7 @@ DECODE_ATTRIBUTES: tuple[str, ...] = tuple(
     name.removeprefix(_DECODE) for name in ATTRIBUTES if name.startswith(_DECODE)
 )
 _AXES = {name: axis for axis, name in (MESH_ATTRIBUTES | SEMANTIC_ATTRIBUTES).items()}
-# Attributes whose default is the values of other attributes.
+# Attributes whose defaults are the values of other attributes.
 _FOLLOWS = {
     "batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis"),
     "sequence_axis": ("sequence_parallel_axis",),
@@ -154,7 +154,7 @@ def joined_names(
     joined: list[Any] = []
     for name in names:
         own = mesh_axes_of(name)
-        # If both are equal, the user wrote the mesh axis itself and not a parallelism axis.
+        # If a name stands for itself, the user wrote a mesh axis and not a parallelism axis.
         known = [] if own == name else [*joined]
         joined += [axis for axis in flat_names((own,)) or () if axis not in known]
     return tuple(joined) or None

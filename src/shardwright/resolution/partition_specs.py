@@ -44,7 +44,7 @@ def spec_text(spec: PartitionSpec) -> str:
     """Return a spec as text, for instance `P('dp', None, ('fsdp', 'sp'))` or
     `P('dp', unreduced={'tp'})`.
     """
-    # `partitions` and not iteration, which JAX refuses for a spec with unreduced axes.
+    # Read `partitions`, because JAX refuses to iterate over a spec with unreduced axes.
     entries = [
         "UNCONSTRAINED" if entry is UNCONSTRAINED else repr(entry) for entry in spec.partitions
     ]

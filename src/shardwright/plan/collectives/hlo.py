@@ -84,7 +84,7 @@ def bits_of(dtype: str) -> int:
     if dtype not in BITS:
         raise ProgramError(
             f"unknown element type {dtype!r}",
-            fix="report it; the bytes of this program cannot be counted",
+            fix="report this error; the bytes of this program cannot be counted",
         )
     return BITS[dtype]
 
@@ -185,7 +185,7 @@ def parse_hlo(text: str) -> Module:
             fix="pass jitted.lower(...).compile()",
         )
     lines = _BROKEN.sub(
-        # The line breaks move to the end, so that other lines keep their numbers.
+        # Move the line breaks to the end, so that the other lines keep their numbers.
         lambda broken: broken[0].replace("\n", "") + "\n" * broken[0].count("\n"),
         _COMMENT.sub("", text),
     ).splitlines()
@@ -278,7 +278,7 @@ def _unreadable(line: str, number: int) -> ProgramError:
     return ProgramError(
         f"line {number} of the compiled program cannot be parsed",
         snippet=line.strip()[:200],
-        fix="report it with the line",
+        fix="report this error with the line",
     )
 
 

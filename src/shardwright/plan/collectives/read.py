@@ -78,7 +78,7 @@ def read_collectives(
     if missed := sorted(reader.holding - reader.seen):
         raise ProgramError(
             f"no known instruction runs {missed[0]}, which contains collectives",
-            fix="report it; collectives are never skipped",
+            fix="report this error; collectives are never skipped",
         )
     return collectives
 
@@ -139,7 +139,7 @@ class _Reader:
     def visit(self, frame: Frame, times: int | None, maybe: bool) -> Iterator[Collective]:
         """Yield the collectives of a computation that runs `times` times, and of those it calls."""
         self.seen.add(frame.computation.name)
-        channels: set[str] = set()  # channels of fused collectives, so that each counts once
+        channels: set[str] = set()  # channels of fused collectives; each channel counts once
         for instruction in frame.computation.instructions.values():
             if instruction.opcode == "while":
                 yield from self._loop(frame, instruction, times, maybe)
@@ -339,8 +339,8 @@ def _device_positions(
     size = math.prod(sizes.values())
     if module.partitions == size:
         return range(size), None
-    # With several slices, XLA compiles one program per slice, whose groups number the devices of
-    # one slice. Devices of a single slice have no `slice_index`.
+    # With several slices, XLA compiles one program per slice. The groups of this program number the
+    # devices of that slice. Devices of a single slice have no `slice_index`.
     slices: dict[int, list[int]] = {}
     for position, device in enumerate(mesh.devices.flat if isinstance(mesh, Mesh) else ()):
         slices.setdefault(getattr(device, "slice_index", 0) or 0, []).append(position)

@@ -93,7 +93,7 @@ def parse_pairs(text: str, *, devices: int) -> Groups:
 def _unknown(text: str) -> ProgramError:
     return ProgramError(
         f"device groups have an unknown form: {text[:200]!r}",
-        fix="report it; shardwright does not guess the groups",
+        fix="report this error; shardwright does not guess the groups",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Final
 from shardwright.errors import StrategyError, visible
 from shardwright.plan.profile.result import Profile
 
-# A collective that sends less may take as long as the latency of its hops.
+# A collective that sends fewer bytes is not fitted: it may take as long as the latency of its hops.
 _LEAST_BYTES: Final = 2**20
 
 

@@ -37,7 +37,7 @@ def outside(intervals: Iterable[Interval], covers: Sequence[Interval]) -> list[I
     for start, end in merged(intervals):
         while first < len(covers) and covers[first][1] <= start:
             first += 1
-        # A cover may reach into the next interval too, so `first` does not move here.
+        # A cover may also reach into the next interval, so do not move `first` here.
         free, at = start, first
         while at < len(covers) and covers[at][0] < end:
             rest.append((free, covers[at][0]))

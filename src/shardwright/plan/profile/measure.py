@@ -257,10 +257,11 @@ def _collectives(
         if not took:
             continue
         if len({len(each) for each in took}) == 1:
-            # In each run, the last device to arrive waits least. It may be another one each time.
+            # In each run, the device that arrives last waits least, so the minimum over the devices
+            # is without waiting. Another device may be last in the next run.
             fastest = sum(map(min, zip(*took, strict=True)))
         else:
-            # The profile has only a part of the first or the last run of some devices.
+            # Some devices lack a part of the first or the last run, so their runs cannot be paired.
             fastest = min(map(statistics.fmean, took)) * statistics.fmean(map(len, took))
         collectives.append(
             MeasuredCollective(

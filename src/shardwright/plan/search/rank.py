@@ -156,8 +156,8 @@ def closed_form(
     seconds = flops / widest / (_USE * layout.topology.chip.flops)
     before = frozenset().union(*used)
     for each, axes in zip(activations, used, strict=True):
-        # If an activation is not sharded over a mesh axis of the one before it, it counts as a sum
-        # over that axis, such as the residual stream after a matmul whose hidden dim is over tp.
+        # If the activation before this one is sharded over a mesh axis and this one is not, count a
+        # sum over that axis, as for the residual stream after a matmul whose hidden dim is over tp.
         # Further annotations of the residual stream send nothing.
         missing, before = before - axes, axes
         if missing:
@@ -175,7 +175,8 @@ def closed_form(
             continue
         ndim = len(request.shape or ())
         pair = _axes(each.dims), _axes(dims_of_spec(spec.partitions, ndim, sizes))
-        # `moved`: axes of only one spec, such as fsdp. `kept`: axes of both, which cut the bytes.
+        # `moved`: mesh axes that only one spec has, such as fsdp. `kept`: mesh axes that both specs
+        # have, which divide the bytes.
         moved, kept = pair[0] ^ pair[1], pair[0] & pair[1]
         if moved:
             local = each.annotation.bytes // _ways(kept, sizes)

@@ -301,7 +301,8 @@ class _Search:
         for each in self._resolve_all(points):
             groups.setdefault(each.specs, []).append(each)
         candidates = self._walk_best(groups, most)
-        # A candidate that is too large has resolved, so the settings as such are valid.
+        # A candidate is found too large only after it has resolved, so the settings as such are
+        # valid.
         resolves = self.walks or _TOO_LARGE in self.dropped or self.stopped
         if self.first_error is not None and not resolves:
             raise self.first_error
@@ -384,7 +385,7 @@ class _Search:
             try:
                 known[key] = self.space.strategy(point.name, point.settings)
             except ShardingError as error:
-                # The error is kept too: each mesh of the strategy would raise it again.
+                # Keep the error too: each mesh of the strategy would raise the same error again.
                 known[key] = error
         result = known[key]
         if isinstance(result, ShardingError):
@@ -487,7 +488,7 @@ class _Search:
     def _count(self, manager: PartitionManager, traced: Trace, mode: str) -> None:
         """Count the operations and the tokens of a mode, once for all candidates."""
         if mode not in self.flops:
-            # Devices may repeat work, so this is an upper bound if there are several.
+            # Devices may repeat work, so with several devices this is an upper bound.
             flops = price(manager, traced, self.programs[mode]).walked.flops
             self.flops[mode] = float(flops * manager.mesh.size)
             self.tokens[mode] = max(map(_tokens, traced.inputs), default=0)
@@ -505,8 +506,8 @@ class _Search:
         """Walk the groups that rank best, and remove them from `groups`."""
         ranked = _ranked(groups, most)
         best = set(ranked[:most])
-        # In the order of the space: the trace of a mesh with few large axes also fits meshes where
-        # several small ones take their place, but not the other way round (`find_renaming`).
+        # Keep the order of the space: a trace of a mesh with few large axes also fits meshes in
+        # which several small axes take their place, but not the other way round (`find_renaming`).
         chosen, others = deque(each for each in groups if each in best), deque(ranked[most:])
         of, done = sum(len(groups[specs]) for specs in chosen), 0
         candidates = []

@@ -70,7 +70,7 @@ def read_pins(texts: Iterable[str]) -> dict[str, str]:
         if pins.setdefault(key, value) != value:
             raise StrategyError(
                 f"two pins give {key} different values: {pins[key]!r} and {value!r}",
-                fix=f'keep one of them, or compare both: vary "{key} = {pins[key]}, {value}"',
+                fix=f'keep one of the values, or compare both: vary "{key} = {pins[key]}, {value}"',
             )
     return pins
 
@@ -94,7 +94,8 @@ def read_vary(
         if key.startswith(MESH):
             raise StrategyError(
                 f"{key} is varied, but a search tries every mesh",
-                fix="leave it out; axes name the mesh axes that may vary, and a pin fixes a size",
+                fix=f"leave {key} out; axes name the mesh axes that may vary, and a pin fixes a "
+                "size",
             )
         vary[key] = tuple(values)
     return vary

@@ -171,7 +171,8 @@ def make_target(
     Raises:
       StrategyError: There is no compiler for the target, or it is not installed.
     """
-    if importlib.util.find_spec("flatbuffers") is None:  # `jax.export` writes programs with it
+    # `jax.export` writes programs with flatbuffers
+    if importlib.util.find_spec("flatbuffers") is None:
         raise StrategyError(
             "compiling a program needs flatbuffers, which is not installed",
             fix="run python -m pip install flatbuffers",

@@ -90,7 +90,8 @@ def export_program(
 
     hosted = hosted_outputs(traced, abstract, donated)
 
-    # Lists of arrays: `jax.export` serializes only those classes that are registered with it.
+    # Take and return lists of arrays, because `jax.export` serializes only classes that are
+    # registered with it.
     def flat(*arrays: Any) -> list[Any]:
         function = fetching(abstract, program.function)
         results = jax.tree.leaves(function(*jax.tree.unflatten(structure, arrays)))
@@ -123,7 +124,7 @@ def export_program(
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ProgramError(
             f"JAX cannot export the program for {platform}: {error!s:.300}",
-            fix="plan it without --verify",
+            fix="plan this program without --verify",
         ) from error
     return Exported(
         program=bytes(exported.serialize()),

@@ -35,24 +35,24 @@ from shardwright.plan.walk.step import PlanStep
 from shardwright.plan.walk.values import ShardedValue, axes_of, local_elements, on_host
 from shardwright.trees.tensors import whole_bytes
 
-# A compiler fuses these into all their uses.
+# Primitives that a compiler fuses into all their uses.
 _CHEAP: Final = frozenset(
     {
         *("convert_element_type", "reshape", "squeeze", "expand_dims", "transpose"),
         *("broadcast_in_dim", "copy", "copy_p", "stop_gradient", "neg", "reduce_precision"),
     }
 )
-# A compiler fuses these into their use if there is only one.
+# Primitives that a compiler fuses into their use if there is only one use.
 _FUSED: Final = (ELEMENTWISE | _CHEAP | (CUTS - {"sort", "top_k"})) - {"device_put"}
-# Expensive enough that XLA does not always compute them twice to save memory.
+# Primitives that are so expensive that XLA does not always compute them twice to save memory.
 _COSTLY: Final = frozenset(
     {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "pow"}
 )
 _WRITES: Final = SCATTERS | {"dynamic_update_slice"}
 _LOOPS: Final = frozenset({"scan", "while"})
-_READ_FROM_MEMORY: Final = _LOOPS | {"pallas_call"}  # operands are never fused into these
+_READ_FROM_MEMORY: Final = _LOOPS | {"pallas_call"}  # no operand is fused into these primitives
 _PARTS: Final = 8  # parts of a result that a collective matmul holds: four for each direction
-_HELD: Final = 4  # fewest of these parts in memory
+_HELD: Final = 4  # of these parts, at least so many are in memory
 _ANGLES: Final = frozenset({"sin", "cos"})
 
 
@@ -71,7 +71,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         return [dataclasses.replace(value, buffer=old.buffer) for value, old in pairs]
     given = [value.buffer for value in step.values]
     if step.name == "gather":
-        # Do this before the operands are read: a copied table replaces the stored one.
+        # Copy the table before the operands are read: the copy replaces the stored table.
         given[0] = _rows_of_table(step)
     operands = tuple(each for each in given if each is not None)
     _mark_reduced(step.name, operands)
@@ -111,7 +111,8 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
     parts = _parts(step, values)
     held = _hold_parts(births[0], parts) if parts and births[0] is not None else 0
     if step.name == "dot_general" and step.location.recomputed:
-        # The backward pass may then run in another order, see `_REMAT` of `liveness`.
+        # With a rematerialized matmul, the backward pass may run in another order, see `_REMAT` of
+        # `liveness`.
         ledger.timeline.recomputes = True
     if step.name == "scan":
         _shard_sums(step, births)
@@ -174,7 +175,7 @@ def _mark_hosted(
     if _is_written_carry(step):
         for each in {root for operand in operands for root in (operand, *roots(operand))}:
             if not _is_argument(each):
-                each.host = 0  # the device writes it straight into the carry
+                each.host = 0  # the device writes the value straight into the carry
 
 
 def _is_written_carry(step: PlanStep) -> bool:
@@ -451,7 +452,7 @@ def _matmul_inputs(
             found.update(*(given[at] for at in _matmul_inputs(body, choose, for_gpus)))
         # A loop returns new arrays, so matmuls after it do not read an input itself.
         if name in _FUSED or name in CONSTRAINTS or (bodies and name not in _LOOPS):
-            # Operands that are not much smaller than the largest result.
+            # Keep only operands that are not much smaller than the largest result.
             largest = max(_bytes(variable.aval) for variable in equation.outvars)
             pairs = zip(read, equation.invars, strict=True)
             behind = [each for each, operand in pairs if 4 * _bytes(operand.aval) >= largest]
@@ -472,10 +473,10 @@ def _relaid(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
     return found
 
 
-# Local shapes do not depend on the candidate of a search either.
+# Local shapes do not depend on the candidate of a search, so all candidates share these peaks.
 @functools.lru_cache(maxsize=256)
 def _local_peak(jaxpr: Any, for_gpus: bool) -> Peak:
-    del for_gpus  # a part of the key: it decides padding, and which branches run
+    del for_gpus  # part of the key: `for_gpus` decides padding, and which branches run
     timeline = Timeline()
     results = _add_local(jaxpr, [None] * len(jaxpr.invars), timeline)
     return timeline.peak([each for each in results if each is not None], within=True)

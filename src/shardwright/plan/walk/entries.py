@@ -105,7 +105,8 @@ class Peak:
         low = max(peak.low for peak in peaks)
         sure = max(peak.sure for peak in peaks)
         host = max(peak.host for peak in peaks)
-        # The ends may be of different programs. `kinds` and `live` belong to `high`.
+        # The low and the high end may belong to different programs. `kinds` and `live` belong to
+        # `high`.
         return dataclasses.replace(highest, sure=sure, low=low, host=host)
 
 

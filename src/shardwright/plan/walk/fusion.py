@@ -95,7 +95,7 @@ def fused_buffers(
     for entry in entries:
         # In order, since a value is computed again from operands that may be fused themselves.
         for buffer in entry.births:
-            # The equation writes such a value into the stack of the loop, which is counted outside.
+            # A written value goes into the stack of the loop, which is counted outside.
             written = buffer in reads.stacked and not reads.counts.get(buffer)
             may_fuse = buffer.operands is not None and buffer not in reads.needed
             joins = join and fusion is not Fusion.EAGER and buffer in reads.joined
@@ -105,7 +105,7 @@ def fused_buffers(
 
 
 def _fuses(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer]) -> bool:
-    # With one use, fusion computes nothing twice.
+    # With one use, fusion does not repeat the computation.
     if fusion is not Fusion.EAGER and reads.counts.get(buffer, 0) <= 1:
         return True
     again = _is_repeated(buffer, reads, fusion, fused)
@@ -123,9 +123,9 @@ def _is_repeated(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer
         # A slice that a loop reads in place takes no memory. But to read it takes time, so XLA
         # computes the gradient of a gate once for its two matmuls.
         operands |= {each for each in _closest(buffer, _is_start) if each.operands is not None}
-    # `MOST` also fuses a value with a small operand, such as the mean of each row. The ways of the
-    # upper end do not: with it, the upper end of `unrolled_without_remat`, a program that was not
-    # used to fit the model, would be 0.96 of the peak.
+    # `MOST` also fuses a value with a small operand, such as the mean of each row. The ways that
+    # give the upper end do not fuse it: otherwise the upper end of `unrolled_without_remat`, a
+    # program that was not used to fit the model, would be 0.96 of the peak.
     small = buffer.size // _SMALL if fusion is Fusion.MOST else 0
     if sum(each.size for each in operands if each.size > small) > buffer.size:
         return False

@@ -239,7 +239,7 @@ def _partitioned(
             value = step.ledger.move(value, aval, move.held, step.location, origins=origins)
         step.ledger.move(value, aval, move.goal, step.location, origins=origins)
     axes = frozenset(axis for dims in held.values() for axis in axes_of(dims))
-    # `Ledger.doubt_lookups` reads `lookups`, where gradients of two lookups in one table are added.
+    # Where gradients of two lookups in one table are added, `Ledger.doubt_lookups` reads `lookups`.
     if not lookup.adds:
         return ShardedValue(dims=held[result], origins=origins)
     table_moves = tuple(

@@ -76,7 +76,7 @@ class Ledger:
         self.idle: list[Idle] = []
         self.unknown: Counter[str] = Counter()
         self.work = Work()
-        # None if the walk only computes shardings.
+        # None in a walk that only computes shardings.
         self.timeline: Timeline | None = Timeline()
         self.copies: dict[Buffer, Buffer] = {}  # stacked weight -> its copy in another layout
         self.inner = Peak()  # peak of the jaxpr that the current equation runs
@@ -151,7 +151,7 @@ class Ledger:
         """Count the bytes of a move between the memories of host and device."""
         self.work += Work(host_bytes=runs * self._bytes(aval, value.dims))
         if value.buffer is not None and not on_host(aval):
-            value.buffer.operands = None  # the copy reads it from memory
+            value.buffer.operands = None  # the copy reads the value from memory
 
     def move(
         self,

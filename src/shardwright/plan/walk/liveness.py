@@ -46,7 +46,8 @@ class Timeline:
         self._angles: dict[tuple[str, int, frozenset[Buffer]], Buffer] = {}
         self.recomputes = False  # whether a matmul is rematerialized
         self.padded: dict[Buffer, Padded] = {}  # written array -> its copies in a padded layout
-        self.carries: list[Buffer] = []  # of the loop whose body this is, if it counts them
+        # carries of the loop that runs this body, if the body counts them
+        self.carries: list[Buffer] = []
 
     def angle(self, name: str, size: int, operands: Iterable[Buffer]) -> Buffer:
         """Return the buffer of a sine or cosine. If it is new, add it to the timeline.
@@ -127,7 +128,7 @@ class Timeline:
         """
         # From here, the position of an equation is its time, in `_last` and `_Alive` too.
         self._entries, self._after = self._in_order(), {}
-        # A value that is also the next carry has memory beside the stack.
+        # A stacked value that is also the next carry has memory beside the stack.
         stacked = frozenset(written) - frozenset(results)
         reads = find_reads(self._entries, results, stacked)
         ways = {
@@ -301,7 +302,7 @@ class Timeline:
           way: Which values are fused.
           reserved: Buffers whose memory is taken from the start.
         """
-        # A compiler need not use the memory of a carry between its values: it is counted outside.
+        # The memory of carries is counted outside of the body, so carries count 0 bytes here.
         outside = set(self.carries)
         alive = _Alive(way, lambda buffer: 0 if buffer in outside else buffer.size)
         alive.add(reserved)
@@ -370,7 +371,7 @@ class Timeline:
 def _late(entries: Sequence[Entry]) -> list[Entry]:
     """Return equations, where those with early results come right before their first reader."""
     makers = {birth: entry for entry in entries if entry.early for birth in entry.births}
-    ordered: dict[int, Entry] = {}  # keyed by id, because equal entries are two equations
+    ordered: dict[int, Entry] = {}  # keyed by id, because two different equations may compare equal
 
     def place(entry: Entry) -> None:
         for use in entry.uses:
@@ -399,9 +400,9 @@ def _depth_first(entries: Sequence[Entry], results: Iterable[Buffer]) -> list[En
             makers.setdefault(birth, at)
     reads = [dict.fromkeys(makers[use] for use in entry.uses if use in makers) for entry in entries]
     readers = Counter(itertools.chain.from_iterable(reads))
-    # Bounded as in XLA, since values that are read twice count twice.
+    # Bound the sums as XLA does, since a value that is read twice counts twice.
     largest = sum(birth.size for entry in entries for birth in entry.births)
-    ranks: list[tuple[int, int]] = []  # readers and bytes, negative
+    ranks: list[tuple[int, int]] = []  # negative numbers of readers and of bytes
     for at, entry in enumerate(entries):
         if entry.uses:
             extra = max(readers[at] - 1, 0) - sum(ranks[each][0] for each in reads[at])
@@ -423,7 +424,8 @@ def _depth_first(entries: Sequence[Entry], results: Iterable[Buffer]) -> list[En
     turns = {at: turn for turn, at in enumerate(ordered)}
     placed, turn = [], 0
     for at in range(len(entries)):
-        # What no result needs, such as a copy, stays behind the equation that it follows.
+        # An equation that no result needs, such as a copy, stays behind the equation that it
+        # follows.
         turn = turns.get(at, turn)
         placed.append((turn, at))
     return [entries[at] for _, at in sorted(placed)]
@@ -436,13 +438,15 @@ def _parts_first(entries: list[Entry]) -> list[Entry]:
     was there. XLA reads first if it can. Otherwise it would have to copy the array.
     """
     written: dict[Buffer, Entry] = {}
-    earlier: dict[int, list[Entry]] = {}  # keyed by id, because equal entries are two equations
+    # keyed by id, because two different equations may compare equal
+    earlier: dict[int, list[Entry]] = {}
     for entry in entries:
         found = [written[use] for use in entry.uses if use in written]
         if len(entry.births) == len(found) == 1 and entry.births[0].operands is not None:
             (part,) = entry.births
             if 2 * part.size <= max(use.size for use in entry.uses):
-                part.operands = None  # copied, since it is read after the array is overwritten
+                # the part is copied, since it is read after the array is overwritten
+                part.operands = None
                 earlier.setdefault(id(found[0]), []).append(entry)
         written.update(dict.fromkeys(entry.in_place, entry))
     moved = {id(each) for parts in earlier.values() for each in parts}

@@ -84,7 +84,8 @@ def shard_map(step: PlanStep) -> list[ShardedValue]:
     """Follow a `shard_map`: operands move to its input specs, then its body runs."""
     parameters, sizes = step.parameters, step.ledger.sizes
     manual = step.ledger.renamed(_jax.newly_manual_axes(parameters))
-    # A pipeline too: its carries are large, and only the walk over values counts them once.
+    # Follow a pipeline by its values too: its carries are large, and only the walk over values
+    # counts them once.
     if set(sizes).difference(manual) or STAGES in manual:
         return _over_some(step, manual)
     for at, (spec, aval) in enumerate(zip(parameters["in_specs"], step.avals, strict=True)):

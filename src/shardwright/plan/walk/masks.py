@@ -112,7 +112,7 @@ def required_dims(
     if not groups:
         return {}
     required: dict[EquationIds, Dims] = {}
-    # The keys of outer jaxprs are included. Jaxprs that hold no such mask are not read.
+    # Include the keys of the outer jaxprs, so that jaxprs that hold no such mask are not read.
     holders = {place[:end] for group in groups for place in group for end in range(len(place) + 1)}
 
     def read(inner: Any, goals: Sequence[Dims | None], at: EquationIds) -> None:

@@ -106,7 +106,7 @@ def ragged_dot(step: PlanStep) -> list[ShardedValue]:
     # Each device has the whole result, and keeps its own rows.
     rows = {axis for axes in whole[0].dims for axis in axes} & gathered
     rows -= result.mesh_axes | result.owed
-    if rows and result.owed:  # sum whole rows first
+    if rows and result.owed:  # sum whole rows before each device keeps its own rows
         result = step.settle(result)
     sides = {
         label: tuple(axis for axis in axes if axis in rows)
@@ -218,7 +218,8 @@ def _places(step: PlanStep, values: Sequence[ShardedValue], labels: Labels) -> d
             )
             step.note_choice(axis)
     unused = step.ledger.sizes.keys() - places.keys() - one_sided.keys()
-    # Decide these last: bytes on one device depend on where all other mesh axes are.
+    # Decide the axes in `one_sided` last: bytes on one device depend on where all other mesh axes
+    # are.
     for axis, (label, side) in one_sided.items():
         if _sum_is_smaller(step, labels, places, side):
             places[axis] = label

@@ -73,10 +73,10 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> ValueMove:
     current = _sliced(held, goal)
     changed = [at for at, (have, want) in enumerate(zip(held, goal, strict=True)) if have != want]
     left, entered = ({place[axis] for axis in moved} for place in (before, after))
-    # A dim that loses one mesh axis and gets another one is not gathered. The next case exchanges
-    # it and notes a doubt.
+    # A dim that loses one mesh axis and gets another one is not gathered here. The case below
+    # exchanges this dim and notes a doubt.
     if len(left | entered) > _PAIR and len(moved) > 1 and not left & entered:
-        # The gathers come before the mesh axes cut their new dims, so they send shards of `held`.
+        # The mesh axes cut their new dims after the gathers, so the gathers send shards of `held`.
         return ValueMove(transfers=tuple(_gathered(held, moved, sizes)[0]))
     if moved and len(changed) > _PAIR:  # a third dim gets a new mesh axis
         exchange = _exchanged(held, current, goal, sizes, moved)
@@ -263,8 +263,8 @@ def _with_both(
         transfers, kept = _gathered(current, gone, sizes)
         smaller = shards(gone, sizes) <= shards(moved, sizes)
         rest = _exchanged(kept, kept, goal, sizes, moved)
-        # Exact if the removed mesh axes have no more devices than the moved ones, and leave other
-        # dims.
+        # The move is exact if the removed mesh axes have no more devices than the moved ones, and
+        # leave other dims than these.
         doubt = doubtful if not smaller or losing & origins else rest.doubtful
         return ValueMove(transfers=(*transfers, *rest.transfers), doubtful=doubt)
     # The exchange comes first: the array is still cut over `gone`, so fewer bytes move.

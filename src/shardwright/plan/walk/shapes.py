@@ -124,7 +124,7 @@ def constraint(step: PlanStep) -> list[ShardedValue]:
         return [dataclasses.replace(value, origins={**value.origins, **target.origins})]
     dims = typed_dims(step.results[0], with_kept(target.dims, value.dims), step.ledger.sizes)
     if step.name == "reshard" and value.free and dims == value.dims:
-        return [value]  # a scatter into these zeros still adds where its updates are
+        return [value]  # a scatter into these zeros still adds on the devices that have its updates
     if value.owed and not value.owed & axes_of(dims):
         dims = _scattered_later(step, value, dims)
     # The key is that of `PlanStep.move` with `use=None`, so later gathers to these dims share it.
@@ -164,6 +164,7 @@ def _scattered_later(step: PlanStep, value: ShardedValue, dims: Dims) -> Dims:
     later, variable = step.wanted[0], step.equation.outvars[0]
     if later is None or step.scope.uses[variable] != 1 or not value.owed <= axes_of(later):
         return dims
-    # If the later constraint only slices further, go to its dims now: the sum needs no other move.
+    # If the later constraint only slices further, go to its dims now. Then the sum needs no other
+    # move.
     refines = all(axes == part[: len(axes)] for axes, part in zip(dims, later, strict=True))
     return later if refines else dims

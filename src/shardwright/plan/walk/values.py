@@ -16,7 +16,7 @@ from shardwright.resolution.partition_specs import entry_names
 
 # The mesh axes of each dim, major first. Mesh axes of size 1 never occur.
 Dims: TypeAlias = tuple[tuple[str, ...], ...]
-# In the target of a constraint: the sharding of this dim does not change.
+# In the target of a constraint, KEEP means that the sharding of the dim does not change.
 KEEP: Final = ("*",)
 
 
