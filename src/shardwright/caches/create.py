@@ -90,7 +90,7 @@ def init(
         read_value("overflow", overflow, _OVERFLOW, error=CacheError)
     spec = CacheSpec(
         batch=batch,
-        capacity=window if capacity is None else capacity,  # type: ignore[arg-type]  # see above
+        capacity=window if capacity is None else capacity,  # type: ignore[arg-type]  # checked above
         kv_heads=kv_heads,
         head_dim=head_dim,
         v_dim=head_dim if v_dim is None else v_dim,

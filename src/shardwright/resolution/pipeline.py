@@ -90,7 +90,7 @@ def stage_notes(
             yield 'schedule = "none" gathers the layers over pp before they run'
         elif decision.size is not None:
             size, shown = decision.size, range(stages)
-            # The first two and the last one show the pattern.
+            # Show the first two stages and the last one, which are enough to see the pattern.
             held = [
                 f"stage {stage}: {_layers_of(stage, size // stages, size, pipeline.repeats)}"
                 for stage in (shown if stages <= 4 else (0, 1, stages - 1))

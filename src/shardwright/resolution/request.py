@@ -67,8 +67,8 @@ class ShardingRequest(NamedTuple):
         annotation = as_annotation(annotation)
         shape = None if shape is None else as_shape(shape)
         if isinstance(annotation, ArraySpec):
-            # Call this for its error: the shape of the call must be that of the spec, which
-            # replaces it below.
+            # `lower` raises an error if the shape of the call is not that of the spec. Below, the
+            # spec's shape replaces it.
             lower(annotation, shape)
             role = Role.PARAM if role is None else role
             annotation, shape = annotation.axes, annotation.shape

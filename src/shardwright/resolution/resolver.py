@@ -149,8 +149,8 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
         dims=lowered.dims, sizes=sizes, fits=decider.fits, path=path, manual=request.manual
     )
     if isinstance(annotation, PartOf):
-        # The whole array of a part resolves under its own shape and path.
-        # State follows the stored parameter. zero1 adds the mesh axes that only state has below.
+        # The whole array of a part resolves under its own shape and path. State follows the stored
+        # parameter. Below, zero1 adds the mesh axes that only state has.
         of_whole = Role.PARAM if role is Role.STATE else role
         # Factors, scales and moments of one parameter share the same whole array, so its resolution
         # is cached.
@@ -186,7 +186,8 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
     unreduced = None
     if lowered.unreduced is not None:
         derived, unreduced = _decide_sum(derived, decider, lowered.unreduced)
-    # A part of a parameter, such as a moment, lives where the rule for the parameter's path says.
+    # A part of a parameter, such as a moment, is in the memory that the rule for the parameter's
+    # path names.
     owner = annotation.path if isinstance(annotation, PartOf) and annotation.path else path
     memory = rules.memory_rule(role=role, mode=mode, path=owner)
     in_stages = stage_notes(rules.pipeline, derived.decisions, sizes.get(STAGES, 1))
@@ -219,7 +220,7 @@ def _decide_sum(derived: Derived, decider: Decider, dim: Dim) -> tuple[Derived, 
         for decision in derived.decisions
         for axis in decision.mesh_axes
     }
-    # The array does not have the summed dim, so its size is known only for a merged dim.
+    # The array does not have the summed dim. So the size of this dim is known only if it is merged.
     decider.shape, decider.problems = None, []
     (decision,) = marked_manual((decider.decide(len(derived.decisions), dim),), decider.manual)
     problems = []

@@ -107,8 +107,8 @@ def _opened(decider: Decider, position: int, dim: Dim) -> DimDecision | _Open:
     """Return a dim as `_Open`, or its decision if no candidate must be tried."""
     names = [axis for axis, _ in dim.merged] if dim.merged else dim.axes
     if dim.literal is not None or not names or not decider.rules.known_axes.issuperset(names):
-        # These dims have no place among the rules. A literal entry takes its mesh axes before all
-        # rules.
+        # A literal entry, a dim without names, or an unknown axis has no place among the rules. A
+        # literal entry takes its mesh axes before all rules.
         return decider.decide(position, dim)
     size = None if decider.shape is None else decider.shape[position]
     pending = PendingDecision(dim=position, label=dim.label, size=dim.size if dim.merged else size)
@@ -137,7 +137,7 @@ def _ranks(decider: Decider, position: int, dim: Dim, entry: _Open) -> Sequence[
         for axis in axes
     ]
     # The ranks are those of the stated rule. A rule for size 1 may have another number of
-    # candidates.
+    # candidates than the stated rule.
     if not isinstance(entry.rule, Composite) and len(ranks[0]) == len(entry.candidates):
         return ranks[0]
     lowest = min((rank for member in ranks for rank in member), default=(DEFAULT, 0, 0))

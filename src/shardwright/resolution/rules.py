@@ -128,8 +128,8 @@ class Rule:
 
     candidates: tuple[tuple[str, ...], ...]
     fallback: Fallback = Fallback.NONE
-    # Equal rules on other lines or in other files must be one key of JAX's caches, so equality and
-    # `AxisRules.fingerprint`, which reads the `repr`, leave them out.
+    # Rules that are equal except for their lines or files must be one key of JAX's caches. So
+    # equality and `AxisRules.fingerprint`, which reads the `repr`, leave out lines and files.
     ref: RuleRef = dataclasses.field(compare=False, repr=False)
     refs: tuple[RuleRef, ...] = dataclasses.field(default=(), compare=False, repr=False)
     of_one: Rule | None = None
@@ -452,7 +452,7 @@ class AxisRules:
             return True
         if self._values != other._values:
             return False
-        # After the first full comparison, an identity check is enough.
+        # The rules are equal: share the values, so that the next comparison is an identity check.
         object.__setattr__(self, "_values", other._values)
         return True
 
@@ -542,7 +542,7 @@ def without_mesh_axis(rules: AxisRules, mesh_axis: str) -> AxisRules:
         return tuple((axis, rest(rule)) for axis, rule in entries)
 
     def added(rule: Rule | None) -> Rule | None:
-        # A rule without candidates adds nothing.
+        # A rule without candidates adds no mesh axes.
         own = None if rule is None else rest(rule)
         return own if own is not None and own.candidates else None
 
@@ -613,7 +613,8 @@ def build_rules(
         # Sorted, so that rules in another order are equal. The order as written is in `order`.
         return tuple(sorted(effective.items()))
 
-    # In `layer`, the last table wins. In `_rank_orders`, the first one does, so it has the reverse.
+    # In `layer`, the last table wins. In `_rank_orders`, the first table wins, so it gets the
+    # tables in reverse.
     chains = {mode: ("decode", "insert") if mode == "insert" else (mode,) for mode in MODE_NAMES}
     activations = tuple(
         layer("rules", *(f"modes.{mode}" for mode in chains[name])) for name in MODE_NAMES

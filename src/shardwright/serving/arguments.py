@@ -43,7 +43,7 @@ _KINDS: Final = {
     "prefill_manager": _MANAGER,
     **dict.fromkeys(("slots", "prefill_rows", "prefill_chunk", "decode_steps", "queue"), _COUNT),
 }
-# The engine sets these options of a cache.
+# Options of a cache that the engine sets itself.
 _RESERVED: Final = {"batch", "capacity", "mode"} | {
     field.name for field in dataclasses.fields(CacheShape) if field.name != "layers"
 }

@@ -104,7 +104,8 @@ class Pages:
         while read % self.size == 0 and read + self.size < len(tokens):
             column = read // self.size
             node = table.node.children.get(tuple(tokens[read : read + self.size]))
-            # Adopt no page for a table with unwritten pages: it would have to give them back first.
+            # Adopt no page for a table with unwritten pages: the table would have to give these
+            # back first.
             if node is None or column != table.shared or column != len(table.pages):
                 break
             self.prefixes.use(node.page)
@@ -243,7 +244,8 @@ class Prefixes:
             node = stack.pop()
             stack += node.children.values()
             node.is_linked = False
-            # A table may still have this node, and must not find reused pages below it.
+            # A table may still have this node, and must not find below it pages that are used
+            # again.
             node.children = {}
             self._nodes.pop(node.page, None)
             if self.unused.pop(node.page, None) is not None:

@@ -180,7 +180,8 @@ def sample(logits: jax.Array, draw: Draw, *, is_greedy: jax.Array | None = None)
     def sampled() -> jax.Array:
         return jnp.where(draw.temperature > 0, jax.vmap(_draw)(logits, draw), most_likely)
 
-    # A mixed batch draws for all sequences, and `sampled` keeps the greedy ones as they are.
+    # A mixed batch draws for all sequences, and then `sampled` takes the most likely token for the
+    # greedy ones.
     tokens = jax.lax.cond(is_greedy, lambda: most_likely, sampled)
     # The maximum is NaN if a logit is NaN, inf if one is inf, and -inf if all are.
     return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), tokens, -1)

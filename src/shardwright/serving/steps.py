@@ -526,9 +526,9 @@ def next_tokens(
     """Draw the next tokens, or return codes where a cache did not grow by `counts`."""
     mode = old[0].spec.mode
     rules = replicated(rules, mode)
-    # Every device has the temperatures of all slots. If both uses shared one array, the partitioner
-    # would shard it by slot, and the reduction would need a collective. So compute `draw` again
-    # here. The rules of empty slots are zeros, so such slots count as greedy.
+    # Every device has the temperatures of all slots. If `is_greedy` and `draw` shared one array,
+    # XLA would shard it by slot, and `jnp.all` would need a collective. So compute `draw_of` twice.
+    # The rules of empty slots are zeros, so such slots count as greedy.
     is_greedy = jnp.all(draw_of(rules, index).temperature == 0)
     draw = jax.tree.map(lambda leaf: by_slot(leaf, mode), draw_of(rules, index))
     logits = rows_by_slot(logits, mode)
@@ -546,8 +546,8 @@ def next_tokens(
 
 
 def _placed(slots: SlotState) -> SlotState:
-    # Without a constraint, the partitioner may choose another sharding in every function. Then each
-    # function would be compiled again for the result of every other one.
+    # Without a constraint, XLA may choose another sharding in every function. Then each function
+    # would be compiled again for the result of every other function.
     mode = slots.caches[0].spec.mode
     ends, rules = rows_by_slot(slots.ends, mode), replicated(slots.rules, mode)
     return SlotState(caches=slots.caches, ends=ends, rules=rules)

@@ -114,7 +114,7 @@ def update_weights(
             raise ServingError(
                 "prefill has no weights of its own",
                 path="prefill_params",
-                fix="leave it out, or create the engine with prefill_params=",
+                fix="leave prefill_params out, or create the engine with prefill_params=",
             )
         moved = [move(params, setup.params, name="params", donate=donate)]
     else:

@@ -44,7 +44,7 @@ def _cell(manager: PartitionManager, axis: str, role: Role) -> str:
 
 def _mesh_picture(manager: PartitionManager) -> str:
     """Return a picture of the devices by mesh axis, or an empty string for a large mesh."""
-    # Axes of size 1 change no number and no place in the picture.
+    # Leave out axes of size 1: they change no number and no place in the picture.
     sizes = {axis: size for axis, size in manager.mesh.shape.items() if size > 1}
     count = math.prod(sizes.values())
     # The last mesh axis varies fastest, so its devices form a row.

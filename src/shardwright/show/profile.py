@@ -224,7 +224,7 @@ def bars(values: Mapping[str, float], text: Callable[[float], str], *, label: st
       text: Returns the text beside the bar of a value.
       label: What the picture shows, for readers who cannot see it.
     """
-    # All values may be 0, and `room * value / most` divides by this.
+    # Avoid 0, because all values may be 0, and `room * value / most` divides by `most`.
     most = max(values.values(), default=0.0) or 1.0
     room = _WIDTH - _LABEL - _VALUE
     shapes = []

@@ -45,7 +45,7 @@ def collective_rows(leaves: Iterable[LeafMove]) -> tuple[CollectiveRow, ...]:
     """Return the bytes that leaves send, by kind and mesh axes."""
     sums: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(lambda: [0, 0])
     for leaf in leaves:
-        # A tied leaf does not move: the first leaf of the same array does.
+        # A tied leaf does not move, because the first leaf of the same array moves.
         for kind, axes, count, sent in _sent(leaf.route) if leaf.moves else ():
             sums[kind, axes][0] += count
             sums[kind, axes][1] += sent

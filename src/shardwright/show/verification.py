@@ -83,7 +83,8 @@ def memory_rows(verification: Verification) -> Iterator[tuple[str, ...]]:
     elif below >= _VISIBLE:
         remark = f"{below:.1%} below the range"
     else:
-        # A range of one value is an exact prediction, and here the compiled program met it.
+        # If the range has one value, the prediction is exact, and the compiled program agrees with
+        # it.
         equal = high - low < _VISIBLE * high
         remark = "equal" if equal else "inside the range"
     yield "memory", f"{bytes_text(low)} to {bytes_text(high)}", bytes_text(compiled.peak), remark

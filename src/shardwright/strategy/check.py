@@ -103,8 +103,8 @@ def pipeline_problems(
         fix = 'write schedule = "circular", or repeats = 1'
         yield problem_at(("pipeline", "repeats"), origin, what, fix)
     if policy.get("order") == "rules":
-        # Inside a stage, rules do not name pp, so candidates that have a place in the order would
-        # be missing.
+        # Inside a stage, rules do not name pp. So candidates that have a place in the order of
+        # rules would be missing.
         what = 'a pipeline cannot run under order = "rules"'
         yield problem_at(("policy", "order"), origin, what, 'write order = "dims"')
 
@@ -174,7 +174,7 @@ def _fix_for_unknown(name: str, known: Sequence[str]) -> tuple[str, str]:
     if len(words) > 1 and all(word in known for word in words):
         return f'mesh axes are joined by "+": did you mean "{"+".join(words)}"?', ""
     axis = canonical_axis(name.strip("_"))
-    # The name is an axis, such as `tensor_parallel` or `TP`, instead of its mesh axis `tp`.
+    # The user wrote an axis, such as `tensor_parallel` or `TP`, instead of its mesh axis `tp`.
     meant = PARALLELISM_AXES.get(axis, "")
     if meant not in known:
         if axis in KNOWN_AXES and name.lower() not in map(str.lower, known):

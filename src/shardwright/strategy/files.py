@@ -106,7 +106,7 @@ def parse_strategy(text: str, *, format: str, source: str) -> Parsed:
     """Parse the text of a strategy. Refuse more than LONGEST_FILE characters."""
     if isinstance(text, str) and len(text) > LONGEST_FILE:
         what = f"the file has {len(text)} characters, at most {LONGEST_FILE} are read"
-        raise StrategyError(what, path=source, fix="keep what the strategy needs")
+        raise StrategyError(what, path=source, fix="keep only what the strategy needs")
     data, origin = parse(text, format=format, source=source)
     if "model_type" in data:
         what = "this is the configuration of a model, not a strategy"
@@ -162,7 +162,7 @@ def parse(text: str, *, format: str, source: str, example: str = '{"version": 1}
 
 
 def _table_of(source: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # `json` keeps the last of equal keys, without a word. `tomllib` refuses them itself.
+    # `json` silently keeps the last of equal keys. `tomllib` refuses equal keys itself.
     table: dict[str, Any] = {}
     for key, value in pairs:
         if key in table:
@@ -337,7 +337,7 @@ def json_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
         token = match[0]
         if token in ("{", "["):
             owners.append(key)
-            # -1 marks an object: its commas separate keys, not entries of a list.
+            # -1 marks an object. The commas of an object separate keys, and not entries of a list.
             counts.append(0 if token == "[" else -1)
             key = "0" if token == "[" else ""
         elif token in ("}", "]"):
@@ -347,9 +347,9 @@ def json_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
             key = str(counts[-1])
         elif match["key"]:
             key = json.loads(match["key"])
-            # Lines are counted from the last key on, so the whole text is counted once.
+            # Count lines from the last key on, so that the whole text is counted only once.
             line += text.count("\n", counted, match.start())
             counted = match.start()
-            # Deeper data is refused later. Its paths alone would take quadratic memory.
+            # Skip deeper data, which is refused later: its paths alone would take quadratic memory.
             if len(owners) <= DEEPEST:
                 yield (*filter(None, owners), key), line

@@ -42,7 +42,7 @@ def read_text(
         raise error(what, fix="save it as UTF-8") from failure
     if len(text) > most:
         what = f"{path.name} has more than {most:,} characters, which are the most that are read"
-        raise error(what, fix="keep what is needed")
+        raise error(what, fix="keep only the part that is needed")
     return text
 
 

@@ -177,7 +177,7 @@ class MemoryTable(BaseModel):
         description="Where the values of a name of `checkpoint_name` are saved.",
     )
     tensors: Entries[MemoryTensorTable] = Field(
-        default_factory=tuple,  # type: ignore[arg-type]  # as `AfterValidator` makes of the list
+        default_factory=tuple,  # type: ignore[arg-type]  # a tuple, as after validation
         description="Exceptions by the path of the parameter; the first match applies.",
     )
 
@@ -323,7 +323,7 @@ class Strategy(BaseModel):
     memory: MemoryTable = Field(default_factory=MemoryTable)
     pipeline: PipelineTable = Field(default_factory=PipelineTable)
     tensors: Entries[TensorTable] = Field(
-        default_factory=tuple,  # type: ignore[arg-type]  # as `AfterValidator` makes of the list
+        default_factory=tuple,  # type: ignore[arg-type]  # a tuple, as after validation
         description="Exceptions by path, for stored and used weights.",
     )
 
@@ -395,7 +395,7 @@ class Strategy(BaseModel):
         data, origin = files.read(path, **options)
         inside = (*inside, Path(os.path.realpath(path)))
         if "base" in data:
-            data.setdefault("name", path.stem)  # reports must not show the base's name
+            data.setdefault("name", path.stem)  # reports must not show the name of the base
         return cls._on_base(data, origin, path.parent, inside)
 
     @classmethod
@@ -582,7 +582,7 @@ class Strategy(BaseModel):
         The order of the mesh axes decides where each device is. Under `order = "rules"` the order
         of the rules is part of the value too.
         """
-        # `dict(self.rules)` joins interleaved chains. They mean the same as one table unless `order
+        # `dict(self.rules)` joins interleaved chains. The joined chains mean the same unless `order
         # = "rules"`.
         keys = self.model_dump() | {"rules": dict(self.rules), "params": dict(self.params)}
         order: tuple[Any, ...] = ()

@@ -52,7 +52,7 @@ def _take_back(depth: int, mesh: Mesh, legacy: int) -> list[str]:
             f"  fix   write `with jax.set_mesh(mesh):` around what needs it"
         )
     now, abstract = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
-    # An abstract mesh that is set does not show in get_mesh.
+    # `get_mesh` does not return an abstract mesh that is set.
     if now != mesh or (mesh.empty and not abstract.empty):
         what = "the mesh is unset" if abstract.empty else f"the mesh {_sizes(abstract)} is set"
         leftovers.append(

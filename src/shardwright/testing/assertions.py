@@ -132,7 +132,8 @@ def assert_max_replicated(
     if all(leaf.devices == 1 and leaf.spec is None for leaf in tree_bytes.leaves):
         what = "every array is on one device and not on a mesh, so nothing is replicated yet"
         raise StrategyError(
-            what, fix="place them first (pm.shard, pm.init), or pass shardings=pm.shardings(...)"
+            what,
+            fix="place the arrays first (pm.shard, pm.init), or pass shardings=pm.shardings(...)",
         )
     if bytes is not None:
         is_within, limit = tree_bytes.replicated <= bytes, f"the limit is {bytes_text(bytes)}"
@@ -219,7 +220,7 @@ def assert_collectives(
         broadcast,
         ragged_all_to_all,
     )
-    # The counts are in the order of `Kind`.
+    # The counts are in the same order as the members of `Kind`.
     wanted = {kind: count for kind, count in zip(Kind, counts, strict=True) if count is not None}
     if not wanted and bytes is None:
         raise TypeError(

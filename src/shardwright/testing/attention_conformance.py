@@ -374,7 +374,7 @@ def _expected(case: Case, dtype: str) -> dict[str, Any]:
     exact = oracle.forward(operands, call.recipe)
     expected = {"o": turned(exact["o"]), **({"lse": exact["lse"]} if call.return_lse else {})}
     if case.mode == "train":
-        # The cotangents of the loss in `_program`.
+        # Compute the cotangents of the loss in `_program`.
         is_counted = ~np.isneginf(exact["lse"]) & call.return_lse
         dlse = np.where(is_counted, np.cos(np.where(is_counted, exact["lse"], 0.0)), 0.0)
         grads = oracle.backward(operands, call.recipe, do=turned(case.weights()), dlse=dlse)

@@ -111,7 +111,7 @@ class _OneDevice:
     `scope` returns the context to enter, and `place` is the device or sharding of the arguments.
     """
 
-    # A function, because `jax.set_mesh` sets the mesh as soon as it is called.
+    # A function and not a context, because `jax.set_mesh` sets the mesh as soon as it is called.
     scope: Callable[[], Any]
     place: Any
 

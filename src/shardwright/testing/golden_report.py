@@ -143,7 +143,7 @@ def judge(
             for path in sorted(beside.glob("test_*"))
             if path.is_dir() and path.name not in modules
         ]
-    # A run that failed, or that was interrupted, keeps its own exit code.
+    # A session that failed, or that was interrupted, keeps its own exit code.
     if problems and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return [*lines, *dict.fromkeys(problems)]

@@ -78,7 +78,7 @@ def wanted_by_sharding(x: Any, expected: Any) -> list[Wanted]:
         ]
     )
     parts = structure.flatten_up_to(x)  # type: ignore[attr-defined]
-    # One entry of `expected` for each leaf that it covers.
+    # Repeat each entry of `expected` for each leaf that it covers.
     each = [
         sharding
         for sharding, part in zip(shardings, parts, strict=True)
@@ -281,7 +281,7 @@ def _differences(pair: Wanted) -> list[str]:
     if own is None:
         return ["it has no sharding"]
     if not _on_one_mesh(own, wanted):
-        with contextlib.suppress(TypeError, ValueError):  # one of them has no devices
+        with contextlib.suppress(TypeError, ValueError):  # one of the shardings has no devices
             if own.is_equivalent_to(wanted, np.ndim(pair.value)):
                 return []
         if isinstance(own, NamedSharding) and isinstance(wanted, NamedSharding):

@@ -139,7 +139,8 @@ def read_program(
         return CompiledCollectives(
             name="the program", collectives=tuple(program), sizes=sizes, carried=carried
         )
-    # Lowering traces the function, and `sw.shard` reads the ambient manager then.
+    # Enter the manager, because lowering traces the function, and `sw.shard` reads the ambient
+    # manager then.
     with manager if manager is not None else contextlib.nullcontext():
         name, lowered = (
             ("the program", program) if isinstance(program, str) else _lowered(program, args)
@@ -180,7 +181,9 @@ def _lowered(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
     if isinstance(program, (jax.stages.Lowered, jax.stages.Compiled)):
         if args:
             what = f"{len(args)} arguments for a program that is lowered already"
-            raise ProgramError(what, fix="pass the function, or no arguments")
+            raise ProgramError(
+                what, fix="pass the function instead of the program, or pass no arguments"
+            )
         return "the program", program
     if not callable(program):
         fix = "pass a function and its arguments, jitted.lower(...), jitted.lower(...).compile(), "

@@ -109,7 +109,8 @@ def _nearest_markers(definition: Any) -> list[pytest.Mark]:
     marked = list(definition.iter_markers_with_node("mesh"))
     # pytest yields the nearest node first.
     nearest = [mark for node, mark in marked if node is marked[0][0]]
-    # Decorators apply from the bottom up. The `pytestmark` of a module is in order already.
+    # Decorators apply from the bottom up, so reverse their order. The `pytestmark` of a module is
+    # in order already.
     return nearest if marked and isinstance(marked[0][0], pytest.Module) else nearest[::-1]
 
 

@@ -125,7 +125,8 @@ def _sharding_text(sharding: Sharding) -> str:
     text = sharding_text(sharding)
     if isinstance(sharding, NamedSharding):
         if not (sharding.spec.unreduced or sharding.spec.reduced):
-            text = spec_text(canonical_spec(sharding.spec.partitions))  # a final None says nothing
+            # a trailing None in a spec changes nothing
+            text = spec_text(canonical_spec(sharding.spec.partitions))
         if AxisType.Explicit in sharding.mesh.axis_types:
             text += " explicit"
     return text if sharding.memory_kind in (None, "device") else f"{text} {sharding.memory_kind}"

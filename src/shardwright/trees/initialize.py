@@ -44,7 +44,7 @@ def initializer(specs: Any) -> Callable[[Any], Any]:
             error=StrategyError,
             what="the ArraySpec has no init",
             path=path_text(path),
-            fix="pass one: ArraySpec(..., init=jax.nn.initializers.…)",
+            fix="pass an initializer: ArraySpec(..., init=jax.nn.initializers.…)",
         )
         for path, spec in pairs
         if not isinstance(spec, ArraySpec) or spec.init is None
@@ -107,7 +107,7 @@ def stack_specs(specs: Any, layers: int, *, axis: str = LAYERS, repeats: int = 1
         raise IndivisibleError(
             f"repeats={repeats} does not divide {layers} layers",
             path="repeats",
-            fix="write repeats under [pipeline] that divide them",
+            fix="write repeats under [pipeline] that divide the layers",
         )
 
     def stack(spec: Any) -> Any:

@@ -200,7 +200,7 @@ class Follower:
         )
         if self.dims == tuple(range(len(whole))) and not by_path:
             return axes
-        # Without paths, equal layers have equal parts, which are resolved once.
+        # Without paths, equal layers have equal parts, and equal parts are resolved only once.
         return PartOf(
             annotation=axes, shape=whole, dims=self.dims, path=self.param.path if by_path else ""
         )

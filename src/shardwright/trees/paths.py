@@ -130,7 +130,7 @@ def structure_differences(structure: Any, value: Any) -> list[tuple[Any, str, st
     try:
         structure.flatten_up_to(value)
     except ValueError:
-        # None cannot stand for the leaves, because it is an empty node.
+        # None cannot stand for a leaf, because for JAX None is an empty node.
         tree = jax.tree.unflatten(structure, [object()] * structure.num_leaves)
         return list(_differences(tree, value, ()))
     return []

@@ -65,7 +65,7 @@ def whole_bytes(elements: int, dtype: Any) -> int:
 def _bits(dtype: Any) -> int:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return 8 * int(dtype.itemsize)
-    if dtype == jax.dtypes.float0:  # the tangent of an integer, which no program has
+    if dtype == jax.dtypes.float0:  # a tangent of integers, which takes no memory in any program
         return 0
     return int(jax.dtypes.itemsize_bits(dtype))
 

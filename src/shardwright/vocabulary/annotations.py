@@ -87,7 +87,7 @@ class ArraySpec(SizedAnnotation):
         """Check that `shape` is the shape of this `ArraySpec`, and return the dims of its axes."""
         if shape is not None and tuple(shape) != self.shape:
             what = f"the array has shape {tuple(shape)}, its ArraySpec has {self.shape}"
-            raise RankMismatchError(what, fix="give both the same shape")
+            raise RankMismatchError(what, fix="give the array and its ArraySpec the same shape")
         return lower(self.axes, self.shape)
 
     def described(self) -> str:
@@ -362,7 +362,7 @@ def stacked(annotation: Any, layers: int | None = None, *, axis: str = LAYERS) -
         _count(layers)
         return dataclasses.replace(single, dims=(None, *single.dims))
     if isinstance(single, PartOf):
-        # The whole is stacked too, so each of its dims moves by one.
+        # The whole array is stacked too, so each of its dims moves by one.
         dims = (0, *(None if of is None else of + 1 for of in single.dims))
         shape = (_count(layers), *single.shape)
         whole = stacked(single.annotation, axis=axis)

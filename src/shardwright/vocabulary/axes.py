@@ -112,7 +112,7 @@ class Role(enum.StrEnum):
     USE = "use"
     STATE = "state"
 
-    # A role equals its text, so lookups by either need the same hash.
+    # A role equals its text, so both must have the same hash for lookups.
     __hash__ = str.__hash__
 
 

@@ -22,7 +22,7 @@ def as_key(value: Any) -> jax.Array | None:
         return None
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return value if shape == () else None
-    # A key of the old kind is one dim of words. A batch of them has more dims.
+    # A key of the old kind is one dim of uint32 words. A batch of keys has more dims.
     if dtype != jnp.uint32 or len(shape) != 1:
         return None
     try:

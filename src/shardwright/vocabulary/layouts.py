@@ -50,9 +50,9 @@ class _Axes:
     """The attribute `axes` of a layout class and of its instances, read as a new list."""
 
     def __get__(self, instance: Any, owner: type[DynamicShardingAxes]) -> list[str | list[str]]:
-        # By position, because `instance.axes` would call this descriptor again. The list is new at
-        # each read, so that a caller who changes it does not change the layout, which is a key of
-        # caches.
+        # Read the axes by position, because `instance.axes` would call this descriptor again.
+        # Return a new list at each read, so that a caller who changes the list does not change the
+        # layout, which is a key of caches.
         dims = owner.default_axes if instance is None else instance[0]
         return [list(dim) if isinstance(dim, tuple) else dim for dim in dims]
 
@@ -117,10 +117,11 @@ class DynamicShardingAxes(_Fields):
         if "axes" in cls.__dict__:
             cls.default_axes = _freeze_dims(cls.__dict__["axes"])
             cls.named = True
-            # The body of the class has put its own value in place of the descriptor.
+            # The body of the class has replaced the descriptor by a value, so restore the
+            # descriptor.
             cls.axes = _Axes()
-            # Inherited semantic axes belong to the axes of the base class, and would not fit these
-            # axes.
+            # Inherited semantic axes belong to the axes of the base class, and would not fit the
+            # axes of this class.
             if "semantic_axes" not in cls.__dict__:
                 cls.semantic_axes = ()
         if "mode" in cls.__dict__:
@@ -234,7 +235,8 @@ class ColumnWiseBias(DynamicShardingAxes, role=Role.PARAM):
 class RowWiseBias(DynamicShardingAxes, role=Role.PARAM):
     """Bias `[out]` of a `RowWise` weight."""
 
-    # The outputs of a row-wise weight are summed over tp and are then whole, and so is the bias.
+    # The outputs of a row-wise weight are summed over tp, so all devices have the whole outputs,
+    # and the whole bias.
     axes = (EMPTY,)
 
 

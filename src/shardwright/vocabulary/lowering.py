@@ -206,7 +206,7 @@ def spec_entries(spec: PartitionSpec) -> list[Any]:
 
 def _literal(entry: Any) -> tuple[str, ...]:
     if entry is PartitionSpec.UNCONSTRAINED:
-        # No mesh axis has this name, because it has a meaning in rules.
+        # No mesh axis has this name, because the name has a meaning in rules.
         return (UNCONSTRAINED,)
     if entry is None:
         return ()
@@ -268,11 +268,11 @@ def _rank_fix(annotation: Any, dims: tuple[Dim, ...], rank: int) -> str:
     layout = annotation.layout if isinstance(annotation, StackedLayout) else annotation
     bias = layout.bias if is_layout(layout) else None
     name = describe(layout)
-    # The bias of a layer is often given the layout of its weight.
+    # Callers often give the bias of a layer the layout of the weight.
     if bias is not None and rank == len(dims) - 1:
         return f"for its bias use {name}.bias; for a bias stacked over layers, stacked({name}.bias)"
     if rank == len(dims) + 1:
-        # A tuple of one axis is (BATCH,) in Python.
+        # Python writes a tuple of one axis as (BATCH,).
         axes = name.removesuffix(")") + ",)" if len(dims) == 1 and name.startswith("(") else name
         return f"add the missing dim's axis, or EMPTY; for a stack of layers use stacked({axes})"
     return "write one axis per dim, EMPTY where a dim is not sharded"

@@ -26,7 +26,7 @@ from shardwright.errors import Problem, ShardingError, did_you_mean, raise_probl
 from shardwright.vocabulary.integers import as_integer, integer_faults, quoted, with_article
 
 Faults = Sequence[tuple[str, str]]  # what is wrong, and the fix
-# Classes of dtypes, as messages call their members.
+# Classes of dtypes -> the word for their members in messages.
 _CLASSES: Final = {jnp.integer: "integers", jnp.floating: "floats"}
 _WORDS: Final = {bool: "True or False", Callable: "a function", type(None): "None"}
 
@@ -113,7 +113,7 @@ def number(sign: Literal["any", "positive", "not negative"] = "any", *, fix: str
     def fits(value: Any) -> bool:
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return False
-        # As a float of Python: NumPy would compare a float32 with these limits in float32.
+        # Compare as a Python float: NumPy would compare a float32 with these limits in float32.
         try:
             return math.isfinite(value) and float(value) >= lowest
         except OverflowError:  # an integer beyond float64

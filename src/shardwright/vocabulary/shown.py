@@ -51,7 +51,7 @@ class ShownForm(Generic[Shown]):
         return function(value, **options)
 
 
-# Text for people, HTML for a notebook, and plain data: what JSON has.
+# The three forms: text for people, HTML for a notebook, and the data that JSON can hold.
 text_of: Final = ShownForm[str]()
 html_of: Final = ShownForm[str]()
 data_of: Final = ShownForm[dict[str, Any]]()

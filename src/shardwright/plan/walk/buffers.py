@@ -111,8 +111,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
     parts = _parts(step, values)
     held = _hold_parts(births[0], parts) if parts and births[0] is not None else 0
     if step.name == "dot_general" and step.location.recomputed:
-        # With a rematerialized matmul, the backward pass may run in another order, see `_REMAT` of
-        # `liveness`.
+        # The backward pass may then run in another order, see `_REMAT` of `liveness`.
         ledger.timeline.recomputes = True
     if step.name == "scan":
         _shard_sums(step, births)
