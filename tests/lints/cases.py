@@ -332,7 +332,7 @@ CASES: dict[str, Case] = {
         severity=Severity.WARNING,
         where="s.toml:4 params.embed",
         says="weights with EMBED are stored over fsdp+dp, which also shards BATCH of activations",
-        fix='gather them for use, [policy] gather = "fsdp+dp"',
+        fix='gather the weights for use, [policy] gather = "fsdp+dp"',
         quiet='[rules]\nbatch = "dp"\nhead = "tp"\n[params]\nembed = "tp"\nlayers = "dp"\n',
     ),
     "weights over a mesh axis that is not gathered": Case(
@@ -344,7 +344,7 @@ CASES: dict[str, Case] = {
         severity=Severity.WARNING,
         where="s.toml:5 params.embed",
         says="weights with EMBED are stored over sp, which also shards LENGTH of activations",
-        fix='gather them for use, [policy] gather = "fsdp+sp"',
+        fix='gather the weights for use, [policy] gather = "fsdp+sp"',
         quiet='[rules]\nbatch = "fsdp"\nlength = "sp"\n[params]\nembed = "fsdp+sp"\n'
         '[policy]\ngather = "fsdp"\n',
         quiet_mesh="fsdp:4,sp:1",

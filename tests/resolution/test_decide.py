@@ -122,7 +122,7 @@ def test_unconstrained_is_refused_for_a_parameter() -> None:
     assert text == (
         'w dim 0 EMBED: "?" is for activations only: a parameter needs a sharding\n'
         '  rule  embed = "?"   (t.toml, [rules], mode train)\n'
-        '  fix   give it a rule of its own, [params] embed = "-"'
+        '  fix   give parameters a rule of their own, [params] embed = "-"'
     )
 
 

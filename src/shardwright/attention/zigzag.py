@@ -45,7 +45,7 @@ def positions(length: int, *, shards: int) -> np.ndarray:
         more = -length % (2 * shards)
         raise AttentionError(
             f"a length of {length} does not divide into 2 * {shards} chunks, two per shard",
-            fix=f"pad it by {more} rows (with segment id 0, or a loss weight of 0), "
+            fix=f"pad the length by {more} rows (with segment id 0, or a loss weight of 0), "
             "or keep the order as it is",
         )
     chunks = np.arange(length, dtype=np.int32).reshape(2 * shards, -1)

@@ -57,7 +57,8 @@ class Change(Generic[C]):
             raise CacheError(
                 "refusals are not known while a function is traced",
                 path="refused",
-                fix="return the change, or `ok`, from the compiled function, and read it outside",
+                fix="return the change, or `ok`, from the compiled function, and read the result "
+                "outside",
             )
         codes = np.asarray(readable(self.refused))
         if codes.ndim != 1:

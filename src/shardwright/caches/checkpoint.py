@@ -200,7 +200,7 @@ def _read_description(orbax: Any, checkpointer: Any, directory: str) -> dict[str
         f"{directory} holds {content}, and this version reads format {_FORMAT} of "
         f"{', '.join(_CLASSES)}",
         path="path",
-        fix="restore it with the version that wrote it",
+        fix="restore the cache with the version of shardwright that wrote it",
     )
 
 

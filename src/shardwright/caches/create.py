@@ -25,7 +25,7 @@ from shardwright.vocabulary.read import floating, instance, integer, one_of, rea
 _SIZE: Final = integer()
 _KIND: Final = one_of(KINDS)
 _ORDER: Final = instance(
-    RowOrder, fix="pass caches.RowOrder(block=..., shards=...), or leave it out"
+    RowOrder, fix="pass caches.RowOrder(block=..., shards=...), or leave {name} out"
 )
 _FLOATS: Final = floating(
     fix='pass the dtype of the keys and values, such as "bfloat16"; '
@@ -90,7 +90,7 @@ def init(
         read_value("overflow", overflow, _OVERFLOW, error=CacheError)
     spec = CacheSpec(
         batch=batch,
-        capacity=window if capacity is None else capacity,  # type: ignore[arg-type]  # checked above
+        capacity=window if capacity is None else capacity,  # type: ignore[arg-type]  # never None
         kv_heads=kv_heads,
         head_dim=head_dim,
         v_dim=head_dim if v_dim is None else v_dim,

@@ -45,7 +45,8 @@ def check_outside_of_trace(what: str, error: type[ShardingError]) -> None:
     if _jax.in_trace():
         raise error(
             f"{what} only outside of jit",
-            fix="return it from the compiled function, or call this before that function",
+            fix="call this function on the results of the compiled function, or before that "
+            "function",
         )
 
 

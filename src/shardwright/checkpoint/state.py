@@ -310,13 +310,13 @@ def _read_description(orbax: Any, manager: Any, path: str, step: int) -> list[Sa
         raise CheckpointError(
             f"step {step} in {path} is not a checkpoint of shardwright.checkpoint",
             path="folder",
-            fix="restore it with the program that saved it",
+            fix="restore the step with the program that saved it",
         ) from error
     raise CheckpointError(
         f"step {step} in {path} has format {description['format']}, and this version reads "
         f"{_FORMAT}",
         path="folder",
-        fix="restore it with the version that wrote it",
+        fix="restore the step with the version of shardwright that wrote it",
     )
 
 

@@ -319,7 +319,8 @@ def _not_donated(
             key=".".join(key),
             message=f"argument {at} of the training program has optimizer state on the host and is "
             "not donated, so the host holds the old and the new state",
-            fix=f"donate it: Program(..., donated=({at},)); pm.jit_step donates its state",
+            fix=f"donate argument {at}: Program(..., donated=({at},)); pm.jit_step donates its "
+            "state",
         )
 
 

@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--tensors", metavar="FILE", help="a .toml or .json file of named tensors")
     what.add_argument("--model", metavar="MODEL", help="file.py:function, as for plan")
     what.add_argument(
-        "--plan", action="append", metavar="FILE", help="a plan as JSON; give it twice"
+        "--plan", action="append", metavar="FILE", help="a plan as JSON; give --plan twice"
     )
     command.add_argument(
         "--mesh",
@@ -152,7 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option):
             raise StrategyError(
                 f"--{option} is for programs, and --tensors only gives arrays",
-                fix="leave it out, or compare a program: --model file.py:function",
+                fix=f"leave --{option} out, or compare a program: --model file.py:function",
             )
     left, right = (
         Side(
@@ -354,7 +354,7 @@ def run_files(arguments: argparse.Namespace) -> int:
             name = "STRATEGY" if option == "strategies" else f"--{option}"
             raise StrategyError(
                 f"{name} cannot change a plan that is read from a file",
-                fix="leave it out, or plan again with --model file.py:function",
+                fix=f"leave {name} out, or plan again with --model file.py:function",
             )
     left, right = (_read_plans(name) for name in arguments.plan)
     if arguments.mode:

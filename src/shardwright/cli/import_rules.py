@@ -76,14 +76,14 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=AXIS[:ROLE]",
-        help="the axis that a name means, and optionally its role; repeat it for more",
+        help="the axis that a name means, and optionally its role; repeat the option for more",
     )
     command.add_argument(
         "--own-axis",
         action="append",
         default=[],
         metavar="AXIS",
-        help="an axis of your own that --name uses; repeat it for more",
+        help="an axis of your own that --name uses; repeat the option for more",
     )
     command.add_argument(
         "--vocabulary",

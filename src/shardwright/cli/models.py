@@ -72,7 +72,7 @@ def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
         action="append",
         default=[],
         metavar="ARRAY",
-        help='an input, such as "int32[8,32] BATCH LENGTH"; repeat it for more',
+        help='an input, such as "int32[8,32] BATCH LENGTH"; repeat the option for more',
     )
 
 
@@ -87,7 +87,9 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> NamedModel:
     Raises:
       StrategyError: The file has no such functions, one of them raises, or an input cannot be read.
     """
-    forward = read_function(name, example="model.py:forward", fix="define it, or check the name")
+    forward = read_function(
+        name, example="model.py:forward", fix="define the function, or check its name"
+    )
     file, _, _ = name.rpartition(":")
     init = read_function(
         f"{file}:{params}", example="init", fix="name a function of the file in --params"

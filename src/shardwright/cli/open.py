@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         "--mesh",
         action="append",
         metavar="M",
-        help="plan this mesh and do not search, such as fsdp:16,tp:4; repeat it for more",
+        help="plan this mesh and do not search, such as fsdp:16,tp:4; repeat the option for more",
     )
     command.add_argument(
         "--candidates",

@@ -124,7 +124,8 @@ def _add_checks(command: argparse.ArgumentParser) -> None:
         type=read_forbidden,
         metavar="KIND@MODE>BYTES",
         help="fail if a collective of this kind sends more than these bytes in this mode, such as "
-        "all_gather@decode>1MiB; mode and bytes may be left out; repeat it to forbid several",
+        "all_gather@decode>1MiB; mode and bytes may be left out; repeat the option to forbid "
+        "several",
     )
     command.add_argument(
         "--max-hbm",
@@ -166,7 +167,8 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) is not None:
             raise StrategyError(
                 f"--{option.replace('_', '-')} is for a file of tensors",
-                fix="leave it out; holds= of a Program says what each argument is",
+                fix=f"leave --{option.replace('_', '-')} out; holds= of a Program says what each "
+                "argument is",
             )
     return run_programs(arguments, setting, topology)
 

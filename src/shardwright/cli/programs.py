@@ -84,7 +84,8 @@ def read_programs(
         function = read_function(
             model,
             example="model.py:programs",
-            fix="define it; it returns a shardwright.plan.Program, or a dict of them by mode",
+            fix="define the function; it returns a shardwright.plan.Program, or a dict of them "
+            "by mode",
         )
         check_call(model, function, fix=_how_to_return(model, function, options), **options)
         with user_code(model, locate=True):
@@ -166,7 +167,8 @@ def add_model_options(command: argparse.ArgumentParser, *, several: bool) -> Non
         action="append",
         default=[],
         metavar="NAME=A,B" if several else "NAME=A",
-        help="call the function with NAME=A and with NAME=B, and compare both; repeat it for more"
+        help="call the function with NAME=A and with NAME=B, and compare both; repeat the option "
+        "for more"
         if several
-        else "call the function with NAME=A; repeat it for more",
+        else "call the function with NAME=A; repeat the option for more",
     )

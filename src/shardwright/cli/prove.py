@@ -101,7 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
     if left.keys() != right.keys():
         modes = " and ".join(", ".join(map(mode_name, side)) for side in (left, right))
         raise StrategyError(
-            f"the sides have different modes: {modes}", fix="compare one of both: --mode train"
+            f"the sides have different modes: {modes}",
+            fix="compare a mode that both sides have: --mode train",
         )
     proofs = {
         mode_name(mode): prove(

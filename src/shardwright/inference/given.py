@@ -159,7 +159,7 @@ class GivenSizes:
                     f"sizes names dim {at} {axis_text(place)}, and the program uses it as "
                     f"{axis_text(entry.axis)}: {entry.evidence}",
                     path="sizes",
-                    fix="leave it out of sizes",
+                    fix="leave this dim out of sizes",
                 )
         return entries
 

@@ -207,7 +207,8 @@ def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
                     what="no partition rule matches",
                     path=path,
                     rule=patterns,
-                    fix='add a rule for it, or (".*", PartitionSpec()) at the end to replicate the '
+                    fix='add a rule for this path, or (".*", PartitionSpec()) at the end to '
+                    "replicate the "
                     "rest on purpose",
                 )
             )
@@ -494,7 +495,7 @@ def wrap_function_with_rng(rng: Any) -> Callable[[Callable[..., Any]], Callable[
                         "the call is inside a trace, so every run of the compiled program would "
                         "use the same key"
                     ),
-                    fix="call the function outside jit, or pass it a key as an argument",
+                    fix="call the function outside jit, or pass a key to it as an argument",
                 )
             stored = following
             return key
@@ -540,7 +541,7 @@ def get_metrics(metrics: Any, unreplicate: bool = False, stack: bool = False) ->
         if isinstance(item, str | bytes):
             raise StrategyError(
                 f"metric {name!r} is the text {item!r}, not a number",
-                fix="leave it out of the metrics",
+                fix="leave this value out of the metrics",
             )
     return {name: float(item) for name, item in items.items()}
 

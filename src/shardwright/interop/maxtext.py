@@ -214,7 +214,7 @@ def _merged(config: Any, overrides: dict[str, Any], notes: list[str]) -> _MaxTex
     custom_path = _find(f"{_CUSTOM}/{custom}.yml", folder)
     if custom_path is None:
         what = f"the file {_CUSTOM}/{custom}.yml is missing"
-        raise StrategyError(what, fix="put it beside the configuration, or in a folder above")
+        raise StrategyError(what, fix="put the file beside the configuration, or in a folder above")
     replacement = _read(custom_path)
     values = {key: replacement.values[key] for key in _REPLACED if key in replacement.values}
     notes.append(f"{_CUSTOM}/{custom}.yml replaces {', '.join(values)}")
@@ -255,7 +255,7 @@ def _read_with_bases(path: Path) -> _MaxTextConfig:
         base = _find(str(name), chain[-1].parent)
         if base is None:
             what = f"the base_config {str(name)!r} is missing"
-            fix = "put it beside the configuration, or in a folder above"
+            fix = "put the file beside the configuration, or in a folder above"
             raise StrategyError(what, path=chain[-1].name, fix=fix)
         if base.resolve() in chain:
             names = " -> ".join(each.name for each in [*chain, base])
@@ -354,7 +354,7 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
     mesh = {axis: -1 if size == -1 else size * across[axis] for axis, size in inside.items()}
     if len(free := [axis for axis, size in mesh.items() if size == -1]) > 1:
         what = f"the sizes of {', '.join(free)} are -1"
-        raise StrategyError(what, fix="only one of them may be -1")
+        raise StrategyError(what, fix="give only one of these axes the size -1")
     return mesh, {axis: size for axis, size in across.items() if size > 1}
 
 

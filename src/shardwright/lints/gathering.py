@@ -68,7 +68,7 @@ def not_gathered(subject: Subject) -> Iterator[Finding]:
                 f"{'+'.join(moved)}, which also shards {sharded} of activations, and they are not "
                 "gathered: XLA chooses for every matmul whether to move the weight, activations or "
                 "partial sums",
-                fix=f'gather them for use, [policy] gather = "{gather}", or store them over '
+                fix=f'gather the weights for use, [policy] gather = "{gather}", or store them over '
                 "another mesh axis",
             )
 

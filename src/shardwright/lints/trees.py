@@ -216,7 +216,7 @@ def no_rule(subject: Subject) -> Iterator[Finding]:
             (table,),
             message=f"{label} of {shown} has no rule: replicated"
             + _in_modes(next(iter(paths.values()))),
-            fix=f'to replicate it, write [{table}] {axis} = "-", or give it mesh axes',
+            fix=f'to replicate the dim, write [{table}] {axis} = "-"; or give {axis} mesh axes',
             edit=NewValue(table=(table,), key=axis, value="-"),
         )
 

@@ -237,7 +237,8 @@ def plan(
         topology = parse_topology(topology, read_hardware())
     elif topology is not None and not isinstance(topology, Topology):
         raise StrategyError(
-            f"topology has the type {type(topology).__name__}", fix='write it as text, "v5e:2x4"'
+            f"topology has the type {type(topology).__name__}",
+            fix='write the topology as text, "v5e:2x4"',
         )
     layout = None if topology is None else lay_out(topology, mesh_sizes(manager.mesh))
     program = Program(function, shapes, specs, outputs, holds, donated)

@@ -450,7 +450,7 @@ def _unconstrained(decider: Decider, pending: PendingDecision, rule: Chain) -> D
         pending.dim,
         pending.label,
         rule=rule.ref,
-        fix=f'give it a rule of its own, [params] {rule.ref.key} = "-"',
+        fix=f'give parameters a rule of their own, [params] {rule.ref.key} = "-"',
     )
     return pending.decided(Outcome.FAILED)
 

@@ -74,7 +74,8 @@ class Scheduler:
             raise QueueFullError(
                 f"the queue is full: {self.waiting} of at most {self.limits.queue} requests wait",
                 path="queue",
-                fix="call step() and submit it again, or create the engine with a longer queue",
+                fix="call step() and submit the request again, or create the engine with a "
+                "longer queue",
             )
 
     def submit(self, job: Job) -> None:

@@ -85,7 +85,8 @@ class Setup:
             raise ServingError(
                 "the engine was created without a manager, but is called under one",
                 path="manager",
-                fix="create the engine under the manager, or with manager=, or call it outside",
+                fix="create the engine under the manager, or with manager=, or call the engine "
+                "outside",
             )
         return contextlib.nullcontext() if manager is None else manager.for_mode(mode)
 

@@ -167,7 +167,7 @@ def _table_of(source: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for key, value in pairs:
         if key in table:
             what = f"the key {key!r} is written twice in one table"
-            raise StrategyError(what, path=source, fix="remove one of them")
+            raise StrategyError(what, path=source, fix="remove one of the two")
         table[key] = value
     return table
 

@@ -39,7 +39,7 @@ def read_text(
         raise cannot("read", path, failure, error=error, fix=fix) from failure
     except UnicodeDecodeError as failure:
         what = f"{path.name} is not UTF-8: {failure.reason} at byte {failure.start}"
-        raise error(what, fix="save it as UTF-8") from failure
+        raise error(what, fix="save the file as UTF-8") from failure
     if len(text) > most:
         what = f"{path.name} has more than {most:,} characters, which are the most that are read"
         raise error(what, fix="keep only the part that is needed")

@@ -146,7 +146,7 @@ class AttentionMetadata:
             raise AttentionError(
                 f"blocksize_b={self.blocksize_b!r}: no kernel takes several sequences in a block",
                 path="blocksize_b",
-                fix="leave it at 1; blocksize_q and blocksize_k are the rows of a block",
+                fix="leave blocksize_b at 1; blocksize_q and blocksize_k are the rows of a block",
             )
         if self.platform != self.backend:
             raise AttentionError(
@@ -168,7 +168,8 @@ class AttentionMetadata:
                 f"sequence_axis_name={self.sequence_axis_name!r} is not an axis of the mesh "
                 f"{', '.join(self.mesh.axis_names)}",
                 path="sequence_axis_name",
-                fix="name the mesh axis of query_length and kv_length, or leave it out",
+                fix="name the mesh axis of query_length and kv_length, or leave "
+                "sequence_axis_name out",
             )
 
     def _set_manager(self) -> None:

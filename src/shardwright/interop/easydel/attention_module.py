@@ -188,7 +188,8 @@ def _check(key: Any, value: Any, query_states: Any) -> None:
             what,
             path="key",
             fix=(
-                "pass both as [batch, q_length, heads, head_dim], with the same batch, length "
+                "pass key and value as [batch, q_length, heads, head_dim], with the same batch, "
+                "length "
                 "and heads"
             ),
         )

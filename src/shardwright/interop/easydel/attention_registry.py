@@ -204,7 +204,8 @@ class AttentionRegistry:
         if implementation.__abstractmethods__:
             missing = ", ".join(sorted(implementation.__abstractmethods__))
             raise AttentionError(
-                f"{implementation.__qualname__} lacks {missing}", fix="write them as classmethods"
+                f"{implementation.__qualname__} lacks {missing}",
+                fix="write these methods as classmethods",
             )
         names = impl_names(implementation)
         for name in names:

@@ -189,7 +189,9 @@ def _settings(config: Any, overrides: Mapping[str, Any]) -> _Settings:
     older = [key for key in (*trainer, *(key[0] for key in given)) if key in _DEFAULTS]
     if older:
         what = f"the trainer has mesh, and so {', '.join(older)} of older versions has no effect"
-        raise StrategyError(what, path=source, fix="write it in trainer.mesh, or remove it")
+        raise StrategyError(
+            what, path=source, fix="move these keys to trainer.mesh, or remove them"
+        )
     below = {keys[1:]: place for keys, place in places.items() if keys[:1] == ("mesh",)}
     return _read_mesh(trainer.get("mesh", {}), of_mesh, below, source)
 
@@ -270,7 +272,7 @@ def _wrong(
             error=StrategyError,
             what=f"{'.'.join(map(str, (prefix, *keys)))} must be {text}, got {value!r}",
             path=places.get(keys) or places.get(keys[:1], source),
-            fix=f"write it as in levanter's {config}",
+            fix=f"write the value as in levanter's {config}",
         )
         for keys, value, (text, is_right) in rows
         if not is_right(value)
@@ -359,7 +361,7 @@ def _sizes(table: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int], li
     if both := [name for name in axes if name in dcn]:
         what = f"trainer.mesh: {', '.join(both)} is in axes and in dcn_axes"
         problems.append(
-            Problem(error=StrategyError, what=what, fix="remove it from one of the two")
+            Problem(error=StrategyError, what=what, fix="write each name in only one of the two")
         )
     raise_problems(problems)
     notes = [

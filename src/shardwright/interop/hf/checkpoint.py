@@ -306,7 +306,9 @@ def _pad_vocabulary(checkpoint: Checkpoint, multiple: int | None) -> Checkpoint:
     sizes = {checkpoint.specs[name].shape[dim]: name for name, own in dims.items() for dim in own}
     if len(sizes) > 1:
         what = " and ".join(f"{size} in {name}" for size, name in sizes.items())
-        raise CheckpointError(f"VOCAB has several sizes: {what}", fix="load it without pad_vocab")
+        raise CheckpointError(
+            f"VOCAB has several sizes: {what}", fix="load the checkpoint without pad_vocab"
+        )
     vocab = next(iter(sizes), 0)
     # The smallest number of rows that gives a multiple.
     more = -vocab % multiple

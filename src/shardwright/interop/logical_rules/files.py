@@ -64,7 +64,7 @@ def read_replicated(values: Mapping[str, Any], rules: Sequence[Any], place: str)
     ruled = {rule[0] for rule in rules if isinstance(rule, (list, tuple)) and rule}
     if twice := [name for name in names if name in ruled]:
         what = f"{', '.join(twice)} under {REPLICATED_NAMES} has a rule too"
-        raise StrategyError(what, path=place, fix="remove it from one of the two")
+        raise StrategyError(what, path=place, fix="remove the name, or remove its rule")
     return [[name, None] for name in names]
 
 

@@ -255,8 +255,8 @@ def _check(config: ScoreConfig, query: Any, key: Any, value: Any, mask: Any, bia
         shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
         raise RankMismatchError(
             ", ".join(f"{name} has {shape}" for name, shape in shapes.items()),
-            fix="pass [batch, length, heads, head_dim]; give them one batch, and keys and values "
-            "one length",
+            fix="pass [batch, length, heads, head_dim] with equal batches, and keys and values of "
+            "equal lengths",
         )
     if query.shape[2] % key.shape[2]:
         raise RankMismatchError(

@@ -162,7 +162,7 @@ def prove(
     if any(each.refused for each in compiled):
         raise ProgramError(
             f"a side needs more memory than {target.topology} has, so it is not compiled",
-            fix="give a larger --topology, or leave it out to compile for CPUs",
+            fix="give a larger --topology, or leave --topology out to compile for CPUs",
         )
     found = compare_programs(compiled[0].hlo, compiled[1].hlo)
     if found is not None:

@@ -392,7 +392,7 @@ def get_partition_spec(tree: Any) -> Any:
                 error=StrategyError,
                 what=f"a {type(leaf).__name__} that is not on a mesh has no spec",
                 path=path_text(path),
-                fix="place it first, with shard or jax.device_put",
+                fix="place the array first, with shard or jax.device_put",
             )
             for path, leaf in unplaced
         ]
@@ -422,7 +422,7 @@ def min_sharding_size() -> int:
     except ValueError as error:
         raise StrategyError(
             f"the environment variable MIN_SHARDING_SIZE is {text!r}",
-            fix="set it to a number of elements",
+            fix="set MIN_SHARDING_SIZE to a number of elements",
         ) from error
 
 
