@@ -383,7 +383,7 @@ def same_spelling(name: str, known: Iterable[str]) -> str:
 
 
 def _closest(name: str, names: Sequence[str]) -> str:
-    # The matcher caches its analysis of `b`, so `b` is the fixed name.
+    # The matcher caches its analysis of `b`, so pass the fixed name as `b`.
     matcher = difflib.SequenceMatcher(b=name)
     # The cutoff of `difflib.get_close_matches` by default.
     best = (0.6, 0, "")

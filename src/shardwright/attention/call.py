@@ -266,7 +266,7 @@ class JointSpecs:
         return _spec_of(self, OPERAND_DIMS["mask"], ())
 
 
-# Every call asks for about ten specs, and all layers of a model ask for the same ones.
+# Every call asks for about ten specs, and all layers of a model ask for equal specs.
 @functools.lru_cache(maxsize=4096)
 def _spec_of(specs: JointSpecs, dims: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """Return the spec of an array. If a shape is given, a dim of size 1 is not sharded.

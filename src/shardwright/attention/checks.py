@@ -19,7 +19,7 @@ _ORDER: Final = {
     "BTHD": "[batch, length, heads, head_dim]",
     "BHTD": "[batch, heads, length, head_dim]",
 }
-# Positions beyond this could overflow int32 where kernels add to them.
+# The largest position. Kernels add to positions, and larger positions could overflow int32.
 _MAX_POSITION: Final = 2**30
 
 

@@ -236,7 +236,7 @@ def pair_attends(rules: MaskRules, q: Any, kv: Any) -> Any:
       Bool, in the shape to which q and kv broadcast, or a shape that broadcasts to it.
     """
     attends = kv >= 0
-    # This is `rules.bounds` inlined, since traced kernels call this function most often.
+    # `rules.bounds` is inlined here, since traced kernels call this function most often.
     left, right = rules.window or (None, None)
     right = 0 if rules.causal else right
     if left is not None:

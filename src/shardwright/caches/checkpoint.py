@@ -65,8 +65,8 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
         "arrays": {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()},
     }
     items = {"cache": orbax.args.JsonSave(description), "arrays": orbax.args.PyTreeSave(arrays)}
-    # Several processes must write to the same path, and storage buckets have no rename. There,
-    # orbax itself stages the files in the directory.
+    # Several processes must write to the same path, and storage buckets have no rename. In both
+    # cases, orbax itself stages the files in the directory.
     whole = "://" in directory or jax.process_count() > 1
     try:
         with (

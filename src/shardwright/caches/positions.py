@@ -47,8 +47,8 @@ def positions_of_rows(spec: CacheSpec, length: jax.Array, start: jax.Array | Non
     if start is None:
         return places
     last = length[:, None] - 1
-    # This is the largest position that is at most `last` and equals the place modulo the capacity.
-    # In JAX, as in Python, the remainder of a negative number is not negative.
+    # The largest position that is at most `last` and equals the place modulo the capacity. In JAX,
+    # as in Python, the remainder of a negative number is not negative.
     positions = last - (last - places) % spec.capacity
     return jnp.where(positions >= start[:, None], positions, -1)
 

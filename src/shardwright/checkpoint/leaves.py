@@ -228,8 +228,8 @@ class TargetLeaf:
     @property
     def sharding(self) -> Sharding | None:
         """Sharding in which the leaf is read. None for NumPy, and for JAX's default device."""
-        # An uncommitted array follows the other operands of an operation. The restored array must
-        # do so too.
+        # An uncommitted array follows the other operands of an operation. So the restored array
+        # must be uncommitted too.
         if isinstance(self.target, jax.Array) and not self.target.committed:
             return None
         sharding: Sharding | None = getattr(self.target, "sharding", None)

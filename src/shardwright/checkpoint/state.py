@@ -59,8 +59,8 @@ class Saving:
           CheckpointError: The checkpoint could not be written. Older checkpoints stay as they are.
         """
         with self._lock:
-            # Of two threads that wait, the first one takes the manager, and the second one gets its
-            # error.
+            # Of two threads that wait, the first takes the manager. The second gets the error that
+            # the first got.
             manager, self._manager = self._manager, None
             if manager is None:
                 if self._error is not None:
@@ -251,7 +251,7 @@ def steps(folder: str | os.PathLike[str]) -> tuple[int, ...]:
       CheckpointError: orbax is not installed.
     """
     orbax, path = import_orbax(_WHAT, CheckpointError), directory(folder, CheckpointError, "folder")
-    # This does not create orbax's manager, because that waits until every process creates one.
+    # Do not create orbax's manager here, because it waits until every process creates one.
     found = orbax.utils.checkpoint_steps_paths(path)
     return tuple(sorted(int(step.name) for step in found if step.name.isdecimal()))
 

@@ -95,7 +95,8 @@ def _fixes(
         return
     usable = topology.chip.hbm_bytes
     mesh: FittingMesh | None = None
-    # If not even one copy of the state fits into the slice, none of its meshes can.
+    # If not even one copy of the state fits into the slice, no mesh of this slice can hold the
+    # state.
     if report.verdict is Verdict.DOES_NOT_FIT and state.total <= topology.devices * usable:
         mesh = find_other_mesh(program, manager, topology)
     mesh = mesh or find_larger_mesh(program, manager, topology, held=state.total)

@@ -28,7 +28,7 @@ def read_function(text: str, *, example: str, fix: str) -> Callable[..., Any]:
       StrategyError: The text has another form, the file cannot be read or raises, or it has no such
         function.
     """
-    # The last colon, because a path on Windows has one after its drive.
+    # Split at the last colon, because a path on Windows has a colon after its drive.
     name, colon, function = text.rpartition(":")
     if not colon or not name.endswith(".py"):
         raise StrategyError(f"MODEL {text!r} is not file.py:function", fix=example)

@@ -100,10 +100,10 @@ ELEMENTWISE: Final = frozenset(
         "zeta",
     ]
 )
-# These may run on each term of a partial sum, before the all-reduce that adds the terms.
+# Primitives that may run on each term of a partial sum, before the all-reduce that adds the terms.
 KEEPS_SUM: Final = frozenset({"convert_element_type", "neg", "copy", "copy_p", "reduce_precision"})
-# These return their operands unchanged: names for a remat policy, barriers, and orders of dims in
-# memory, which attention on TPUs requests to match the order of a cache.
+# Primitives that return their operands unchanged: names for a remat policy, barriers, and orders of
+# dims in memory, which attention on TPUs requests to match the order of a cache.
 NAMES: Final = frozenset({"name", "optimization_barrier", "layout_constraint"})
 ADDITIONS: Final = frozenset({"add", "sub", "add_any"})
 CUMULATIVE: Final = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"})
@@ -128,9 +128,10 @@ WINDOWS: Final = frozenset(
     {"reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add"}
 )
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard", "annotate_axes"})
-# These move, split, join or add dims.
+# Primitives that move, split, join or add dims.
 VIEWS: Final = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
-# These cut, join, repeat or order elements. Except for a stack, each needs some dims whole.
+# Primitives that cut, join, repeat or order elements. Except for a stack, each needs some dims
+# whole.
 CUTS: Final = frozenset(
     [
         *("concatenate", "dynamic_slice", "pad", "rev", "slice", "sort", "split", "stack", "tile"),

@@ -192,7 +192,7 @@ def reduction(
     ]
     kept = [factor for dim, factor in enumerate(every) if dim not in gone]
     roles = dict.fromkeys(gone, role)
-    # A sum over dims of size 1 only removes them.
+    # A sum over dims of size 1 only removes these dims.
     adds = role is FactorRole.SUMMED and all(operands[0][dim] == 1 for dim in gone)
     return _made(operands[0], sides, [kept] * results, roles=roles, adds=adds)
 

@@ -11,7 +11,7 @@ from shardwright.inference.atoms import new_dim
 from shardwright.inference.facts import Scan, new_origin
 from shardwright.inference.step import ArrayFacts, InferenceStep
 
-# `constrained` rebuilds these calls. It leaves custom derivatives as they are.
+# Calls that `constrained` rebuilds. It leaves custom derivatives as they are.
 CALLS: Final = frozenset({"pjit", "jit", "closed_call"})
 REMATS: Final = frozenset({"checkpoint", "remat", "remat2"})
 
@@ -56,7 +56,8 @@ def scan(step: InferenceStep) -> list[ArrayFacts]:
     if any(value.is_weight for value in scanned):
         recorded = Scan(
             dim=scanned[0].dims[0],
-            # A layer makes the next carry from the last one, by a matmul with its own weights.
+            # A layer makes the next carry from the previous carry, by a matmul with its own
+            # weights.
             is_of_layers=any((loop, "made") in end.loops for end in ends[:carries]),
             is_routed=any(value.data and value.learned for value in scanned),
             location=step.location,

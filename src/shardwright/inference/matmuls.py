@@ -71,7 +71,8 @@ def _record(
         )
         step.facts.activations.append(matmul)
         return
-    # The rules expect the weight on the right. In `w.T @ x` it is the left operand, so swap them.
+    # The rules expect the weight on the right. In `w.T @ x`, the weight is the left operand, so
+    # swap the operands.
     if left.is_weight:
         left, right, free = right, left, (free[1], free[0])
     if not (left.data and right.is_weight):

@@ -98,7 +98,7 @@ def to_strategy(
       MissingMeshAxisError: Rules name mesh axes that the mesh lacks; all are reported at once.
     """
     pairs = [(field.name, _value(rules, field)) for field in _fields(rules)]
-    # The class itself means its defaults.
+    # If the class itself is given, the defaults of its fields are the rules.
     kind = rules if isinstance(rules, type) else type(rules)
     places = [f"{kind.__name__}.{name}" for name, _ in pairs]
     ruled = {name for name, _ in pairs}

@@ -59,8 +59,8 @@ NAMES: Names = {
     "norm": ("NORM", "param"),
     "layers": ("LAYERS", "param"),
 }
-# The same for MaxDiffusion, whose configurations have the same form. `conv_batch` may have another
-# rule than `activation_batch`, so it stays an axis of its own.
+# The axis and role of each name of MaxDiffusion, whose configurations have the same form.
+# `conv_batch` may have another rule than `activation_batch`, so it stays an axis of its own.
 DIFFUSION_NAMES: Names = {
     "activation_batch": ("BATCH", "activation"),
     "activation_length": ("LENGTH", "activation"),

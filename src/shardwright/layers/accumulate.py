@@ -335,7 +335,8 @@ class _AccumulationStep:
         f: Any = on_shard
         if rest:
             # JAX 0.10 gathers the arguments and results of a `shard_map` over its other axes if
-            # these are Explicit. So make the axes in `rest` Auto around it, and Explicit inside.
+            # these are Explicit. So make the axes in `rest` Auto around the `shard_map`, and
+            # Explicit inside.
             own = jax.tree.map(lambda leaf: _part(jax.typeof(leaf).sharding.spec, rest), batch)
             kept = [_part(spec, rest) for spec in specs]
             f = jax.sharding.explicit_axes(f, axes=rest, in_sharding=(kept, own, whole, whole))

@@ -19,8 +19,8 @@ REMAT: Final[Mapping[str, Callable[..., Any] | None]] = MappingProxyType(
     {
         "none": None,
         "full": jax.checkpoint_policies.nothing_saveable,
-        # "dots" keeps matmuls without batch dims, such as that with a weight. It computes again the
-        # matmul of queries and keys, which has batch dims.
+        # "dots" keeps matmuls without batch dims, such as a matmul with a weight. The matmul of
+        # queries and keys, which has batch dims, is computed again.
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         # The names that the blocks give to their results by `checkpoint_name`.
         "blocks": jax.checkpoint_policies.save_only_these_names("attention_out", "mlp_down"),

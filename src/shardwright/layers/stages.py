@@ -199,7 +199,7 @@ class Stages:
         )
         if rest:
             # JAX 0.10 gathers the arguments and results of a `shard_map` over its other mesh axes
-            # if these are Explicit. So make the other mesh axes Auto around it.
+            # if these are Explicit. So make the other mesh axes Auto around the `shard_map`.
             is_explicit = kinds[STAGES] is AxisType.Explicit
             out_sharding = [spec if is_explicit else PartitionSpec() for spec in out_specs]
             for at_result, arrays in enumerate(like):

@@ -25,7 +25,7 @@ from shardwright.vocabulary.modes import MODE_DECODE, MODE_TRAIN
 _SERVING = (BATCH, KV_LENGTH, PAGE, CAPACITY)
 # Dims of activations that count tokens.
 _TOKENS = (BATCH, LENGTH, QUERY_LENGTH, CAPACITY)
-# Matmuls do not sum over these dims of a weight: each layer and each expert has its own matmul.
+# Dims of a weight over which matmuls do not sum: each layer and each expert has its own matmul.
 _STACKED = frozenset({LAYERS, EXPERT})
 
 

@@ -260,10 +260,10 @@ def _filled(spec: Any, current: PartitionSpec) -> PartitionSpec:
             else entry
         )
     # The cotangent of a reduced array is unreduced, so a loop adds gradients without a collective.
-    # Without the mark, each gradient would be reduced at its matmul, which is correct but slow. A
-    # mesh axis that the array is gathered over gets the mark too, since JAX wants the sum of a
-    # matmul unreduced over all mesh axes that it contracts, or over none. The transpose is then a
-    # reduce-scatter.
+    # If the array were not marked as reduced, each gradient would be reduced at its matmul, which
+    # is correct but slow. A mesh axis that the array is gathered over is marked too, since JAX
+    # wants the sum of a matmul unreduced over all mesh axes that it contracts, or over none. The
+    # transpose is then a reduce-scatter.
     sharded = {axis for entry in current.partitions for axis in entry_names(entry)}
     reduced = current.reduced and (current.reduced | sharded) - used
     return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=reduced)

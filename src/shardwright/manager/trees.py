@@ -67,8 +67,8 @@ def _by_annotation(manager: Manager, mode: str | None, role: Role | str) -> Shar
     if known is None:
 
         def make(annotation: Any, shape: tuple[int, ...]) -> NamedSharding:
-            # `shardings` suppresses this error. Its loop over the leaves raises it again, with the
-            # path.
+            # `shardings` suppresses this error, because its loop over the leaves raises the error
+            # again, with the path.
             if not is_annotation(annotation):
                 raise TypeError
             return manager.sharding_of(

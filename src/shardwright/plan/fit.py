@@ -8,12 +8,14 @@ from typing import Final
 
 from shardwright.plan.walk.entries import Peak
 
-# A program fits if the upper end of its memory is at most this share of the usable memory, because
-# it may need more: in `benchmarks.fits`, the upper end is at least 0.95 of the need.
+# A program fits if the upper end of its memory is at most this share of the usable memory. The
+# program may need more than the upper end: in `benchmarks.fits`, the upper end is at least 0.95 of
+# the need.
 _SAFE: Final = 0.95
-# A program may fit if the lower end of its memory is at most this share. It may need less than its
-# lower end: of 82 compiled programs, one needs 0.92 of it (`tests.plan.test_tpu_memory`), and each
-# decoder of `benchmarks.fits` at least 0.95. Only `Peak.sure` proves that a program does not fit.
+# A program may fit if the lower end of its memory is at most this share. The program may need less
+# than the lower end: of 82 compiled programs, one needs 0.92 of it (`tests.plan.test_tpu_memory`),
+# and each decoder of `benchmarks.fits` at least 0.95. Only `Peak.sure` proves that a program does
+# not fit.
 _LOWER: Final = 1.1
 
 

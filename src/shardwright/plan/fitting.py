@@ -149,7 +149,8 @@ def _larger(sizes: Mapping[str, int], topology: Topology, held: int) -> Iterator
     others = math.prod(size for axis, size in sizes.items() if axis != largest)
     slices = sorted(
         all_topologies(chip),
-        # Of slices with the same number of devices, the most compact one comes first and is tried.
+        # Of the slices with the same number of devices, try only the most compact one, which comes
+        # first.
         key=lambda each: (each.devices, max(each.shape), each.shape),
     )
     seen: set[int] = set()

@@ -251,7 +251,7 @@ def read_holds(shapes: Sequence[Any], holds: Any) -> list[Category | None]:
     known = {str(category) for category in Category if category is not Category.GRADIENTS}
     categories: list[Category | None] = []
     for tree, names in zip(shapes, holds, strict=True):
-        # For JAX, None is a tree without leaves. Here, it leaves the category of a subtree open.
+        # For JAX, None is a tree without leaves. Here, None leaves the category of a subtree open.
         covers, structure = jax.tree.flatten(names, is_leaf=lambda name: name is None)
         try:
             parts = structure.flatten_up_to(tree)  # type: ignore[attr-defined]

@@ -263,7 +263,7 @@ def trace(
         try:
             return fetching(planning, function)(*arguments)
         except Exception as error:
-            # Check inside `jit`, which removes JAX's frames later: they tell who raised the error.
+            # Check inside `jit`: it later removes JAX's frames, which tell who raised the error.
             if not recorder.typed or not _jax.refuses_shardings(error):
                 raise
             reason = " ".join(str(error).split())

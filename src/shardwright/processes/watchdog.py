@@ -255,7 +255,7 @@ class Watchdog(threading.Thread):
         missing = {}
         for rank in self._led - {self._rank}:
             if (beat := beats.get(rank)) is None:
-                continue  # it has not entered its manager yet, or has no watchdog
+                continue  # the process has not entered its manager yet, or has no watchdog
             silent = self._silent_since(rank, beat.number)
             if silent >= seconds and beat.state != _State.ENDED:
                 missing[rank] = _no_sign(rank, silent)

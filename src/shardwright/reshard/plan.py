@@ -95,7 +95,8 @@ def plan_moves(
     total = math.prod(shape) * itemsize
     best: dict[AxesByDim, tuple[int, int]] = {source: (0, 0)}
     last_move: dict[AxesByDim, Move] = {}
-    # Of plans with equal costs, the first found is taken. The order is the same on every host.
+    # Of plans with equal costs, take the first that is found. The order of the search is the same
+    # on every host.
     queue: list[tuple[int, int, int, AxesByDim]] = [(0, 0, 0, source)]
     discovered = 0
     while queue:
@@ -116,7 +117,7 @@ def plan_moves(
                 best[move.after], last_move[move.after] = cost, move
                 discovered += 1
                 heapq.heappush(queue, (*cost, discovered, move.after))
-    # This is unreachable: to gather everything and then slice it is always a plan.
+    # This line is unreachable, because to gather everything and then slice is always a plan.
     raise AssertionError(f"no plan from {source} to {target}")
 
 

@@ -20,7 +20,7 @@ from shardwright.reshard.plan import AxesByDim, Move, MoveKind, plan_moves, shar
 from shardwright.reshard.run import permutation
 
 # The search for collectives visits all specs over the mesh axes in use. With more mesh axes than
-# this, it takes seconds.
+# this, the search takes seconds.
 _MOST_AXES = 5
 
 

@@ -281,7 +281,7 @@ def _plan_leaf(
     to_host = is_host(target.memory_kind)
     goal = on_device(target)
     if to_host and own == to_dtype and where == target:
-        to_host, where = False, goal  # it stays in host memory
+        to_host, where = False, goal  # the array stays in host memory
     elif where is not None and is_host(where.memory_kind):
         where = None
     route = find_route(shape, own, to_dtype, where, goal, limit)

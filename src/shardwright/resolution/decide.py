@@ -381,7 +381,8 @@ class Decider:
         # Under these policies a size that does not divide gives another spec, and not an error.
         if attempts.tried_axes and policy.indivisible is not Indivisible.ERROR:
             return True
-        # A single candidate without a fallback has one answer: it divides, or an error is raised.
+        # A single candidate without a fallback has one answer: the candidate divides, or an error
+        # is raised.
         answers = {*attempts.tried_axes, *([(rule.fallback.value,)] if rule.fallback else [])}
         # Under `conflict = "next"` the size never selects a candidate.
         return len(answers) > 1 and policy.conflict is not Conflict.NEXT

@@ -233,8 +233,8 @@ def _noted(found: Derived, rule: Rule, *notes: str) -> Derived:
 def _widened(
     policy: _Addition, found: Derived, chosen: DimDecision, free: tuple[str, ...], rule: Rule
 ) -> Derived:
-    # Add them as minor axes, so that the state on a device belongs to the device's shard of the
-    # parameter.
+    # Add the free mesh axes as minor axes, so that the state on a device belongs to the device's
+    # shard of the parameter.
     axes = (*chosen.mesh_axes, *free)
     added: dict[str, Any] = {policy.key: free}
     if not chosen.mesh_axes:

@@ -328,9 +328,9 @@ def delta(o: jax.Array, do: jax.Array, dlse: jax.Array | None = None) -> jax.Arr
     wide = do.astype(jnp.float32)
     if do.dtype != jnp.float32:
         # XLA may skip the rounding of `do` here (its "excess precision"), but never for the operand
-        # of the matmul with the values. Both must be rounded alike, because in `dp - delta` the
-        # difference would be larger than small gradients. On an H200 with large logits, it caused
-        # an error of 1.5 % instead of 0.25 %.
+        # of the matmul with the values. Both must be rounded alike, because in `dp - delta` a
+        # difference in rounding would be larger than small gradients. On an H200 with large logits,
+        # this difference caused an error of 1.5 % instead of 0.25 %.
         wide = online_softmax.rounded(wide, do.dtype)
     rows: jax.Array = jnp.einsum("bthd,bthd->bht", o.astype(jnp.float32), wide)
     return rows if dlse is None else rows - dlse
@@ -393,7 +393,8 @@ def _logit_gradients(
     above = logits - lse[..., None]
     if rows.lse_error is not None:
         above = above - rows.lse_error[..., None]
-    # Mask the exponent, not its exponential, which could overflow: its derivative would be NaN.
+    # Mask the exponent and not the exponential. The exponential could overflow, and its derivative
+    # would then be NaN.
     p = jnp.exp(jnp.where(seen, above, -jnp.inf))
     # The backward pass stores no weights: it computes them again from the logsumexp.
     dp = online_softmax.scores_of(rows.do, block.v)

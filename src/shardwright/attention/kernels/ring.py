@@ -165,7 +165,7 @@ def _values(
 
     carry = (online_softmax.start(operands.q, operands.v), sequence.pack(operands.k, operands.v))
     state, kv = _scan_steps(ring, attend_and_send, carry)
-    # The last step is outside of the loop, because its keys are sent no further.
+    # The last step is outside of the loop, because the keys of this step are sent no further.
     state = add(state, kv, ring.steps[-1])
     o, lse, lse_error = ring.kernel.finish(state, operands)
     return o.astype(operands.q.dtype), lse, lse_error

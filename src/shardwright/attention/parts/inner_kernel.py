@@ -98,7 +98,7 @@ def attend_whole(inner: Inner, call: AttentionCall) -> Callable[..., Any]:
     cuDNN returns None for the logsumexp.
     """
     if inner.name == "cudnn":
-        # cuDNN reads the recipe from `call`, which is the same recipe.
+        # cuDNN reads the recipe from `call`, and not from the argument.
         return lambda whole, recipe: (cudnn.attend(whole, call=call).o, None, None)
     attend: Callable[..., Any] = blocks_of(inner, call, first_rows=first_rows(call)).attend
     return attend

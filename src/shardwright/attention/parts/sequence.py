@@ -41,7 +41,8 @@ def with_whole_rows(shard: Operands, call: AttentionCall) -> Operands:
         changed["kv_positions"] = default_positions(call.kv_length)
     changed |= {name: gather(array, axes, dim=1) for name, array in rows.items()}
     for name, shape in (("mask", call.mask_shape), ("bias", call.bias_shape)):
-        # If all queries share one row of a mask or a bias, its columns are sharded: gather them.
+        # If all queries share one row of a mask or a bias, the columns of this row are sharded, so
+        # gather them.
         if shape is not None and shape[2] == 1 and shape[3] > 1:
             changed[name] = gather(getattr(shard, name), axes, dim=3)
     return shard.replace(**changed)

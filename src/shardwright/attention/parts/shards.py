@@ -230,7 +230,7 @@ def _forward(job: _ShardedKernel, floats: dict[str, Any], others: Any) -> Any:
         residuals, structure = jax.tree.flatten(() if job.runs_again else pull_back)
         known = {id(x): at for at, x in enumerate(jax.tree.leaves((floats, others, result)))}
         # Do not return an operand or a result a second time: it would leave the `shard_map` as a
-        # new array, and the backward pass would keep both.
+        # new array, and the backward pass would keep both arrays.
         where[:] = [known.get(id(x)) for x in residuals]
         arrays = [x for x, at in zip(residuals, where, strict=True) if at is None]
         names = set(map(id, kept))

@@ -135,7 +135,8 @@ def append(
             positions=positions,
             pages=jnp.where(positions < 0, owned.pages, owned.at(positions // page_size)),
             shared=claim.shared,
-            # The page to copy is the partly filled one, so its copy is the first new page.
+            # The page to copy is the partly filled page of the slot. Its copy is the first new
+            # page.
             copies=claim.pages[:, 0],
         ),
     )

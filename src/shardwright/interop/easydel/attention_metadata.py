@@ -133,7 +133,7 @@ class AttentionMetadata:
             ("backend", platform_of(None), None),
         ):
             self.set_attrs_carefully(name, default, pickup_name)
-        # Set it after the loop, because its default is another attribute.
+        # Set `platform` after the loop, because its default is the attribute `backend`.
         self.set_attrs_carefully("platform", self.backend)
         for name in ("runtime_dtype", "runtime_softmax_dtype"):
             object.__setattr__(self, name, jnp.dtype(getattr(self, name)))

@@ -414,7 +414,7 @@ def _follow(
         )
     if not isinstance(value, str):
         return value
-    # A mesh axis may have the short name of an axis ("tp"). It is then not an alias.
+    # A mesh axis may have the short name of an axis ("tp"). Then the name is no alias.
     name = (
         canonical_axis(value)
         if value.startswith("__") or value in {entry.name for entry in registered.values()}

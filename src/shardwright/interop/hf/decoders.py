@@ -280,7 +280,7 @@ def arrange(
         what, fix = "the decoder has no parameter for this tensor", _OWN_FORWARD
         if name in family.parameters["head"] and sizes.tied:
             (embedding,) = _names_of("embedding", family, prefix)
-            # Some checkpoints also store a tied head. It must equal the embedding.
+            # Some checkpoints also store a tied head. This head must equal the embedding.
             if _are_equal(checkpoint.sources[name], checkpoint.sources[embedding]):
                 continue
             what = "tie_word_embeddings is true, and this differs from the embedding"

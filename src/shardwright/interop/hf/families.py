@@ -307,7 +307,8 @@ def _normed(name: str) -> dict[str, str]:
     return {f"{name}.LayerNorm.weight": "norm", f"{name}.LayerNorm.bias": "norm"}
 
 
-# Both dims of [out, in] have one size. Only the input is named EMBED, because presets shard it.
+# Both dims of [out, in] have the same size. Only the input is named EMBED, because presets shard
+# it.
 _SQUARE = "- embed"
 BERT_TENSORS = Tensors(
     name="bert",

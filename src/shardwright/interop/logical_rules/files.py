@@ -39,7 +39,7 @@ def read_rules(path: Path) -> tuple[list[Any], list[str]]:
     if not isinstance(rules, list):
         what = f"the file is not a list of rules, and has none under {RULES}"
         raise StrategyError(what, path=path.name, fix=f"write {RULES}: [[embed, fsdp]]")
-    # JSON is read without lines, so its rules have numbers instead.
+    # JSON is read without lines, so its rules have numbers as places.
     places = [f"{path.name}[{at}]" for at in range(len(rules))]
     if len(lines) == len(rules):
         places = [f"{path.name}:{line}" for line in lines]

@@ -37,7 +37,8 @@ def planned_for(
     line = collective.source.rpartition("/")[2]
 
     def agreement(event: Event) -> tuple[int, int]:
-        # An argument's name in the program is `params['blocks']['up']`, its path `blocks/up`.
+        # The name of an argument in the program is `params['blocks']['up']`, and its path is
+        # `blocks/up`.
         steps = [f"['{step}']" for step in event.path.split("/") if step]
         equal = (
             event.source == line != "",

@@ -52,8 +52,9 @@ from shardwright.vocabulary.units import bytes_text
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-# Programs that are walked by default: 20 seconds for a decoder. On 2xv5p:4x4x4, 16xh100:8 and
-# 4xgb200:72, these include the ten best of all candidates of an 8B decoder, if all are walked.
+# Number of programs that are walked by default, which takes 20 seconds for a decoder. On
+# 2xv5p:4x4x4, 16xh100:8 and 4xgb200:72, a walk of all candidates of an 8B decoder found the ten
+# best among these programs.
 WALKS: Final = 40
 _TOO_LARGE: Final = "does not fit"
 _TOO_LARGE_ON_HOST: Final = "does not fit into the memory of the host"
@@ -397,7 +398,8 @@ class _Search:
         layout = lay_out(self.topology, point.sizes)
         strategy = base | type(base)(mesh=dict(point.sizes), dcn=dict(layout.crossing))
         manager = _manager(strategy, point)
-        # Check the state first: it needs no new trace. Annotations below may need one per mesh.
+        # Check the state first, because it needs no new trace. The annotations below may need a
+        # trace per mesh.
         held = max(self._held(manager.for_mode(mode), mode) for mode in self.programs)
         if held > self.topology.chip.hbm_bytes and not self.keep_large:
             self._drop_large(point, held)
@@ -528,8 +530,8 @@ class _Search:
                 else:
                     candidates += [] if candidate is None else [candidate]
                 self._report("planned", done, of)
-            # Only the candidate's own trace shows that it fails. The next candidate takes its
-            # place.
+            # Only the candidate's own trace shows that the candidate fails. The next candidate
+            # takes its place.
             if failed == len(group) and others:
                 chosen.append(others.popleft())
                 of += len(groups[chosen[-1]])

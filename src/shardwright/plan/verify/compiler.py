@@ -343,8 +343,8 @@ def _run_worker(folder: Path, messages: Any, target: Target, timeout: float) -> 
     # The request has the number of devices, so the worker must not take it from XLA_FLAGS.
     unset = ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    # Without this, JAX's cache of compiled programs may return an equal program with other source
-    # lines, such as this program before its file was edited.
+    # Without this variable, JAX's cache of compiled programs may return an equal program with other
+    # source lines, such as this program before its file was edited.
     environment["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "true"
     worker = subprocess.Popen(
         [sys.executable, "-m", "shardwright.plan.verify.worker", str(folder)],

@@ -68,7 +68,8 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
     channels = whole[1].dims[numbers.rhs_spec[0]]
     if channels and windowed:
         # With JAX 0.10.2 and 0.12 on CPUs, XLA multiplies the result by the number of channel
-        # shards, or its gradient is wrong. Both are right if the kernel is whole or the window 1.
+        # shards, or its gradient is wrong. Result and gradient are right if the kernel is whole or
+        # the window has one element.
         step.doubt(
             windowed,
             f"store the kernel whole over {'+'.join(channels)}: where the image is sharded along "

@@ -73,7 +73,8 @@ def far_demands(jaxpr: Any, near: Demands, sizes: Mapping[str, int]) -> Demands:
     """
     far: Demands = {}
     for equation in reversed(jaxpr.eqns):
-        # Propagation ends at a constraint. What it requires of its operand is in `near`.
+        # Propagation ends at a constraint. What the constraint requires of its operand is in
+        # `near`.
         if equation.primitive.name in CONSTRAINTS or not equation.outvars:
             continue
         result = equation.outvars[0]

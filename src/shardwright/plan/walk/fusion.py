@@ -279,7 +279,7 @@ def roots(buffer: Buffer) -> list[Buffer]:
 
 def held(buffer: Buffer, fused: set[Buffer]) -> list[Buffer]:
     """Return the buffers that a use of a buffer reads: itself, or its operands if it is fused."""
-    # A shortcut for most buffers: this runs for every use, in each way of fusing.
+    # A shortcut for most buffers: this function runs for every use, in each way of fusing.
     return _closest(buffer, lambda each: each not in fused) if buffer in fused else [buffer]
 
 

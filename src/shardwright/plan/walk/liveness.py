@@ -143,7 +143,8 @@ class Timeline:
         ]
         most = [self._highest(choices, results, kept, reserved)]
         recomputes = self.recomputes or any(entry.inner.recomputes for entry in self._entries)
-        # XLA takes the best of several schedules. In programs with loops, it is often this one.
+        # XLA takes the best of several schedules. In programs with loops, the best one is often
+        # depth-first.
         if not recomputes and (within or any(entry.loop for entry in self._entries)):
             program = self._entries
             self._entries = _depth_first(program, [*results, *written])
@@ -284,8 +285,8 @@ class Timeline:
             if buffer.kind not in (TEMPORARY, LOOPS)
         )
         own = []
-        # JAX aliases a donated argument to one result of its shape and type. Here, bytes stand for
-        # both.
+        # JAX aliases a donated argument to one result of its shape and type. Here, equal bytes
+        # stand for equal shape and type.
         for buffer in dict.fromkeys(results):
             if buffer in arguments:
                 continue

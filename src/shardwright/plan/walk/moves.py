@@ -60,7 +60,8 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> ValueMove:
     * If one mesh axis replaces another one in a dim, a permute of the smaller shards is needed.
     """
     # `PartitionedHlo::ReshardNoCache` of XLA's SPMD partitioner tries a permute, an all-to-all,
-    # slices and all-gathers, in this order, then two of them. At last it gathers the whole array.
+    # slices and all-gathers, in this order, and then pairs of these. As a last resort, it gathers
+    # the whole array.
     before, after = _places(held), _places(goal)
     gone = before.keys() - after.keys()
     moved = {axis for axis in before.keys() & after.keys() if before[axis] != after[axis]}
