@@ -33,7 +33,8 @@ def is_array(value: object) -> bool:
 
 def is_deleted(tree: Any) -> bool:
     """Tell whether arrays of a tree were deleted. Donated arrays are deleted."""
-    # NumPy arrays, numbers and shapes cannot be deleted. isinstance(value, jax.Array) is slow.
+    # A leaf without `is_deleted`, such as a NumPy array, cannot be deleted. isinstance(value,
+    # jax.Array) would be slow.
     tests = (getattr(leaf, "is_deleted", None) for leaf in jax.tree.leaves(tree))
     return any(test is not None and test() for test in tests)
 
@@ -478,7 +479,8 @@ def scan_parts(parameters: dict[str, Any]) -> tuple[int, int, Any]:
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
     if "num_consts" in parameters:
         return parameters["num_consts"], parameters["num_carry"], body
-    constants, carries, _ = parameters["ft_in"].unpack()  # JAX 0.12 keeps flat trees
+    # JAX 0.12 has flat trees instead of these counts
+    constants, carries, _ = parameters["ft_in"].unpack()
     return len(list(constants.vals)), len(list(carries.vals)), body
 
 

@@ -97,7 +97,8 @@ def append_and_attend(
       ShardingError: The rules of the manager do not fit the arrays.
     """
     read_value("cache", cache, CACHE, error=AttentionError)
-    # Compare the tokens of q and k here: the cache checks only k and v, and attention checks q.
+    # Compare the tokens of q and k here, because the cache checks only k and v, and attention
+    # checks only q.
     if getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4 and q.shape[:2] != k.shape[:2]:
         raise AttentionError(
             f"q has [batch, q_length] {q.shape[:2]}, and k {k.shape[:2]}",

@@ -42,8 +42,8 @@ def attention(implementation: Implementation, operands: Operands, call: Attentio
     return Result(o=o, lse=result.lse, weights=result.weights).only(call)
 
 
-# Jitted inside a trace too: the layers of a model that make equal calls share one trace. Outside a
-# trace, `shard_map` without `jit` would trace and compile again at every call.
+# Use `jit` inside a trace too, so that the layers of a model that make equal calls share one trace.
+# Outside a trace, `shard_map` without `jit` would trace and compile again at every call.
 run = functools.partial(jax.jit, static_argnums=(0, 2))(attention)
 
 

@@ -103,8 +103,8 @@ class RowCache(KVCache):
         # Replicate the positions. Otherwise the minimum over them would need a collective.
         row_positions = sharding.place(row_positions, (EMPTY, EMPTY))
         first = jnp.zeros_like(lengths)
-        # A ring, or pages, may lack old positions: `first` is the oldest position of the source.
-        # What is missing matters only from `needed` on, the first position that a query in this
+        # A ring, or pages, may lack old positions, so `first` is the oldest position of the source.
+        # Missing positions matter only from `needed` on, the first position that a query in this
         # cache can still see.
         if source.spec.is_ring or not isinstance(source, RowCache):
             first = jnp.min(jnp.where(row_positions >= 0, row_positions, lengths[:, None]), axis=1)
@@ -165,7 +165,7 @@ class RowCache(KVCache):
         sharding = self._sharding
         length, slots = (sharding.place(jnp.asarray(x), (EMPTY,)) for x in (self.length, slots))
         named = sharding.place(refusals.named_slots(slots, self.batch), (EMPTY, EMPTY))
-        # To free an empty slot is refused, but changes nothing. So the names alone decide which
+        # Freeing an empty slot is refused, and changes nothing. So the names alone decide which
         # slots to empty, and lengths are sent only if the caller reads the refusals.
         valid = refusals.first_refusal(*refusals.invalid_names(named)) == Refusal.NONE
         freed = sharding.place(refusals.at_slots(named, valid), (BATCH,))

@@ -42,7 +42,8 @@ def make_parser(name: str, what: str, *, epilog: str) -> argparse.ArgumentParser
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
             prog, width=width, max_help_position=24
         ),
-        # An abbreviation in a script would become ambiguous with the next option.
+        # An abbreviation in a script would become ambiguous when an option with the same beginning
+        # is added.
         allow_abbrev=False,
     )
 

@@ -140,7 +140,7 @@ def _resolve(label: str, mode: str, program: Program, setting: Setting) -> Check
 
 def _wrong_convolutions(manager: Manager, traced: Trace, program: Program) -> Iterator[Finding]:
     """Yield the convolutions that XLA may compute wrongly. Only a plan finds them."""
-    # A plan takes seconds, and few programs have convolutions.
+    # Look for a convolution first, because a plan takes seconds, and few programs have one.
     if not holds_primitive(traced.jaxpr, "conv_general_dilated"):
         return
     for choice in price(manager, traced, program).walked.choices:

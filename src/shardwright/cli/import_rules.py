@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SOURCES = ("maxtext", "maxdiffusion", "levanter", "rules")
 _SEMANTICS = ("flax", "nnx", "strict")
 _NAME = re.compile(r"([^=]+)=([A-Za-z_][A-Za-z0-9_]*)(?::(activation|param))?")
-# By format: the function of Python that imports, and the one that annotates a model.
+# By format: the Python function that imports, and the function that annotates a model.
 _IN_PYTHON = {
     "maxtext": ("maxtext.to_strategy", "flax.annotate(variables, imported.names)"),
     "maxdiffusion": ("maxtext.to_strategy", "flax.annotate(variables, imported.names)"),

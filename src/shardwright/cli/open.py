@@ -95,7 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
         variants = read_variants(arguments, topology.devices, notes)
         progress = ProgressLine()
         groups = mode_groups(arguments, next(iter(variants.values())))
-        # A search plans more than the page shows, to find the best; that takes longer.
+        # To find the best candidates, a search plans more of them than the page shows, which takes
+        # longer.
         reports, errors = search_groups(
             arguments,
             topology,
@@ -116,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_lines(["no candidate was planned"])
         return 1
     title = f"Plans of {os.path.basename(arguments.model)}"
-    # The variants of a model share most notes.
+    # The variants of a model share most notes, so list equal notes once.
     page = page_html(candidates, variants, title=title, notes=list(dict.fromkeys(notes)))
     files.write_text(Path(arguments.out), page)
     modes = dict.fromkeys(mode_name(mode) for each in candidates for mode in each.reports)

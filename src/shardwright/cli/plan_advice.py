@@ -71,7 +71,8 @@ def _why(report: PlanReport, verification: Verification | None) -> str:
         return what_holds(report.state, topology)
     held = f"the state takes {bytes_text(state.per_device)}"
     usable = f"{bytes_text(topology.chip.hbm_bytes)} per device"
-    # By the plan, the program may fit, so only the numbers of the compiler explain the verdict.
+    # According to the plan, the program may fit. So only the numbers of the compiler explain the
+    # verdict.
     if verification is not None and report.verdict is not Verdict.DOES_NOT_FIT:
         needed = f"the compiled program needs {bytes_text(verification.most_bytes)} of {usable}"
         return f": {needed}, though the plan has at most {bytes_text(report.memory.high)}"

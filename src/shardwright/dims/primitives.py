@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-# The result has the shape of the operands that are not scalars, and is computed element by element.
+# Primitives whose result has the shape of the operands that are not scalars, and is computed
+# element by element.
 ELEMENTWISE: Final = frozenset(
     [
         "abs",
@@ -138,7 +139,7 @@ CUTS: Final = frozenset(
         *("top_k", "unstack"),
     ]
 )
-# Every device can compute the result by itself.
+# Primitives whose result every device can compute by itself.
 SOURCES: Final = frozenset(
     {
         "iota",

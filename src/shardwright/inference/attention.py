@@ -95,8 +95,8 @@ def _scores(matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> Scores |
     """
     left, right = _factors(matmul.left), _factors(matmul.right)
     contracted = _factors(matmul.contracted)
-    # A head dim comes from a weight. So return here for a matmul of scores and values, which sums
-    # over positions.
+    # A head dim comes from a weight, but a matmul of scores and values sums over positions. So
+    # return here for such a matmul.
     if not contracted or any(
         not atom.learned or atom.name not in ("", HEAD_DIM) for atom in contracted
     ):

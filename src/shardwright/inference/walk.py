@@ -144,8 +144,8 @@ class FactWalker:
         name = step.equation.primitive.name
         if name in RULES:
             return RULES[name](step)
-        # Check kernels before calls: a Pallas kernel has a jaxpr too, but it is about blocks of
-        # memory.
+        # Check kernels before calls: a Pallas kernel has a jaxpr too, but this jaxpr is about
+        # blocks of memory.
         kernel = _jax.kernel_name(step.equation)
         if kernel:
             known, name = self.kernels.walk(step, kernel), f"{name} {kernel}"

@@ -152,7 +152,7 @@ def mode_changes_nothing(subject: Subject) -> Iterator[Finding]:
     """
     is_ordered = subject.rules.policy.order is Order.RULES
     for table, rules in subject.tables.items():
-        # An empty [modes.M] exists in the data as the parent of [modes.M.params].
+        # Skip an empty [modes.M], which exists in the data only as the parent of [modes.M.params].
         if table[0] != "modes" or (not rules and (*table, "params") in subject.tables):
             continue
         if is_ordered and rules:

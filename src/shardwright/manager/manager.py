@@ -71,7 +71,8 @@ class PartitionManager(Manager):
 
     __slots__ = ()
 
-    # `sw.shard` calls it on the ambient manager, which may also be the one of interop/eformer.
+    # `sw.shard` calls this method on the ambient manager, which may also be the one of
+    # interop/eformer.
     place = arrays.place
 
     def __init__(

@@ -56,7 +56,7 @@ def _calls(jaxpr: Any) -> Iterator[tuple[str, str, list[str]]]:
             if name is not None:
                 kernels = [kernel for each in inside if (kernel := _jax.kernel_name(each))]
                 yield name, _jax.source_line(equation), kernels
-                # The kernels of the body are listed, so it is not searched for further calls.
+                # The kernels of the body are listed, so the body is not searched for further calls.
                 continue
         for nested in nested_jaxprs(equation):
             yield from _calls(nested)

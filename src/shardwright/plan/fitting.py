@@ -24,7 +24,7 @@ from shardwright.vocabulary.units import bytes_text
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-_TRIES: Final = 6  # number of meshes to plan at most; each takes about a second
+_TRIES: Final = 6  # largest number of meshes to plan; each takes about a second
 
 _MeshOnSlice = tuple[Topology, dict[str, int]]
 
@@ -165,7 +165,7 @@ def _larger(sizes: Mapping[str, int], topology: Topology, held: int) -> Iterator
             return
 
 
-_CAUSES: Final = 3  # number of rules to change at most; planning each takes a second
+_CAUSES: Final = 3  # largest number of rules to change; planning each takes a second
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ _NEAREST = 3  # number of slices that an error proposes
 _TOPOLOGY = re.compile(
     r"(?:([0-9]{1,4})x)?([A-Za-z][A-Za-z0-9_-]*):([0-9]{1,4}(?:x[0-9]{1,4}){0,3})(?:@([a-z]+))?"
 )
-_MOST_DOMAINS: Final = 4096  # most domains to try for a program
+_MOST_DOMAINS: Final = 4096  # largest number of domains to try for a program
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -452,5 +452,5 @@ def _distance(known: SliceShape, wanted: SliceShape) -> tuple[float, int]:
     """Return a distance between two slices: first by the number of chips, then by the sides."""
     chips = math.prod(known) / max(1, math.prod(wanted))
     pairs = itertools.zip_longest(sorted(known), sorted(wanted), fillvalue=1)
-    # The logarithm: half as many chips are as near as twice as many.
+    # Take the logarithm, so that half as many chips are as near as twice as many.
     return abs(math.log(chips)), sum(abs(a - b) for a, b in pairs)

@@ -39,7 +39,7 @@ from shardwright.trees.paths import path_text
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 
-_NAMED: Final = 3  # most arrays that an error names
+_NAMED: Final = 3  # largest number of arrays that an error names
 # How to annotate an argument, by what it holds.
 _ANNOTATE: Final = {
     Category.OPTIMIZER: "annotate it in specs= with sw.annotate_state(state, specs)",

@@ -457,7 +457,7 @@ def _roles_by_arguments(
         roles = dict(known.get(key(goal), {}))
         own = own_role(goal)
         if own is Role.PARAM and not isinstance(goal.annotation, PartOf):
-            # so the output may be a weight, even if that weight is not an argument
+            # The output is annotated as a weight, so it may be a weight that is not an argument.
             roles[own] = None
         found.append(tuple(goal._replace(role=role) for role in roles) or (goal,))
     return found

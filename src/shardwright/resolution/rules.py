@@ -468,7 +468,7 @@ class AxisRules:
         keeping the rules alive.
         """
         if not self._fingerprint:
-            # Tables share rules, and the `repr` of a rule is slow.
+            # Tables share rules, and the `repr` of a rule is slow. So compute it once per rule.
             tables = (*self.activations, *self.params)
             rules = {id(rule): rule for table in tables for _, rule in table}
             texts = {key: repr(rule) for key, rule in rules.items()}
@@ -483,7 +483,8 @@ class AxisRules:
 
         For weights, `[[tensors]]` entries come before tables.
         """
-        # Most strategies have no exceptions by path, and a model asks for thousands of rules.
+        # Test `self.tensors` first: most strategies have no exceptions by path, and a model asks
+        # for thousands of rules.
         rule = self.tensor_rule(axis, role=role, path=path) if self.tensors else None
         return rule or self._tables[mode, role].get(axis)
 
@@ -514,7 +515,7 @@ class AxisRules:
     def named_mesh_axes(self) -> tuple[str, ...]:
         """Every mesh axis that any rule names, in order, once."""
         tables = [*self.activations, *self.params, *(entry.rules for entry in self.tensors)]
-        # The tables of the modes share most of their rules.
+        # The tables of the modes share most of their rules, so read each rule once.
         rules = {id(rule): rule for table in tables for _, rule in table}
         named = [axis for rule in rules.values() for axis in rule.mesh_axes]
         return tuple(dict.fromkeys([*named, *self.policy.gather, *self.policy.added_mesh_axes]))

@@ -411,8 +411,8 @@ class Loop:
             # A request that ended by itself gets its last tokens. A request that was canceled or
             # has failed does not.
             wanted = job.completion is None or job.completion.finish in (Finish.LENGTH, Finish.STOP)
-            # A job whose callback has failed gets no more tokens, even if it ends in the next step
-            # only.
+            # A job whose callback has failed gets no more tokens, even if the job ends only in the
+            # next step.
             failed = any(job is each for each, _ in self._failed)
             if job.request.on_token is None or not wanted or failed:
                 continue

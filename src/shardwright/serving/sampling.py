@@ -193,7 +193,7 @@ def _draw(logits: jax.Array, draw: Draw) -> jax.Array:
     # Use a stable sort: of equal logits, the lower token comes first, as in `argmax`.
     order = jnp.argsort(-scaled, stable=True)
     kept = keep(jax.nn.softmax(scaled[order]), top_k=draw.top_k, top_p=draw.top_p)
-    # `kept` is in descending order of the chances; the scatter by `order` brings it into the order
+    # `kept` is in descending order of probability; the scatter by `order` brings it into the order
     # of the tokens.
     masked = jnp.where(jnp.zeros(order.size, bool).at[order].set(kept), scaled, -jnp.inf)
     key = jax.random.fold_in(jax.random.key(draw.seed), draw.index)

@@ -91,7 +91,8 @@ class Scheduler:
         admitted = []
         while self.queue:
             slot, job = self._free_slot(), self.queue[0]
-            # A smaller request behind this one might fit, but then this one might wait forever.
+            # A smaller request behind this request might fit. But then this request might wait
+            # forever.
             if slot is None or not self.space.fits(job, self.slots.values()):
                 break
             self.queue.popleft()
@@ -236,7 +237,8 @@ class Scheduler:
         stop = job.request.stop_sequences
         length = stopped_by(job.written, stop)
         done = length > 0 or len(job.written) == job.request.max_new_tokens
-        # The tokens of a stop sequence are dropped. Tokens that may begin one are withheld.
+        # The tokens of a stop sequence are dropped. Tokens that may begin a stop sequence are
+        # withheld.
         withheld = length or (0 if done else may_begin(job.written, stop))
         new = job.written[len(job.text) : len(job.written) - withheld]
         job.text += new
@@ -257,7 +259,8 @@ class Scheduler:
         self._leave(job)
         job.phase = Phase.DONE
         job.complete(finish, error)
-        # The loop counts ended jobs later, because `cancel` may be called within a step.
+        # Do not count the ended job here: `cancel` may be called within a step, so the loop counts
+        # later.
         self._ended.append(job)
 
     def fail(self, job: Job, error: Exception) -> None:

@@ -13,7 +13,7 @@ from shardwright.vocabulary.units import bytes_text, seconds_text
 
 _HEAD = ("on each device", "before", "after", "change")
 _TRAFFIC = ("collective", "over", "axis", "times", "sent before", "sent after", "where")
-_MOVED = 5  # moved lines that are named
+_MOVED = 5  # number of moved lines that are named
 
 
 def changes_text(comparison: PlanComparison, *, rows: int | None = None, width: int = WIDTH) -> str:

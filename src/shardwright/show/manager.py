@@ -14,7 +14,7 @@ from shardwright.show.resolution import mesh_axes_text
 from shardwright.vocabulary.axes import SEMANTIC_AXES, Role, axis_label
 from shardwright.vocabulary.shown import html_of
 
-# Most rows of the table. Further axes are left out.
+# Largest number of rows of the table. Further axes are left out.
 _MOST_ROWS: Final = 100
 
 

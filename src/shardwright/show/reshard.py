@@ -61,7 +61,7 @@ def _sent(route: Route) -> Iterable[tuple[str, tuple[str, ...], int, int]]:
         assert route.common is not None
         sizes = dict(route.common.sizes)
         for step in route.steps:
-            if step.kind is not MoveKind.SLICE:  # a slice is local
+            if step.kind is not MoveKind.SLICE:  # a slice sends nothing
                 sent = route.pieces.of_all(sent_bytes(step, sizes))
                 yield str(step.kind), _whole_axes(step.mesh_axes, sizes), count, sent
     elif route.way is Way.EXCHANGE:

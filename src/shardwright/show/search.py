@@ -96,7 +96,7 @@ def advice_lines(found: SearchReport, *, width: int = WIDTH) -> list[str]:
     if best.verdict is not Verdict.FITS or not best.complete:
         end = "it may not fit: --verify 1 compiles it"
     text = f"use {best.name} on {best.mesh}{settings}{variant}: {', '.join(rates)}; {end}"
-    # Names of strategies and of options have hyphens.
+    # Names of strategies and of options have hyphens, at which a line must not break.
     return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
 
 

@@ -22,7 +22,7 @@ MOST_ELEMENTS = 2**63 - 1
 LONGEST_FILE = 1_000_000
 LONGEST_PATTERN = 1000
 MOST_PROBLEMS = 100
-# The most entries of each table whose keys are names that the user chooses.
+# The largest number of entries of each table whose keys are names that the user chooses.
 MOST_ENTRIES = 1000
 _TABLES = (
     ("mesh",),

@@ -28,7 +28,7 @@ from shardwright.vocabulary.axes import axis_label
 from shardwright.vocabulary.integers import as_integer
 from shardwright.vocabulary.units import bytes_text
 
-_ROWS = 20  # the most rows of a table in a message
+_ROWS = 20  # largest number of rows of a table in a message
 _NOTHING = "the tree has no arrays, so there is nothing to check"
 _NOTHING_FIX = "pass the arrays that the test is about; a filter may have removed all of them"
 

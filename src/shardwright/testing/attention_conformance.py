@@ -343,7 +343,7 @@ def _program(
         return {**result, **{f"d{name}": grad for name, grad in grads.items()}}
 
     args = (floats, rest, case.weights()) if gradients else (floats, rest)
-    # The caller has entered the manager of the cell, which the trace reads.
+    # The trace reads the ambient manager: the caller has entered the manager of the cell.
     lowered = jax.jit(everything if gradients else outputs).lower(*args)
     text = hashlib.sha256(lowered.as_text().encode()).digest()
     return _LoweredCase(text=text, inputs=(case.name, dtype), mesh=mesh, lowered=lowered, args=args)

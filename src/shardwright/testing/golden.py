@@ -31,7 +31,7 @@ from shardwright.trees.paths import path_text
 _NAME = re.compile(r"[\w.,=+-]+")
 _BLANKS = re.compile(r"\s+")
 _CONTEXT = 2  # lines around a difference
-_LONGEST = 255 - len(".txt")  # bytes, on every usual file system
+_LONGEST = 255 - len(".txt")  # bytes of a file name on every usual file system
 
 
 class GoldenError(AssertionError):

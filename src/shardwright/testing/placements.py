@@ -33,7 +33,7 @@ from shardwright.vocabulary.annotations import is_annotation, tree_of_annotation
 from shardwright.vocabulary.axes import EMPTY
 from shardwright.vocabulary.units import bytes_text
 
-_DEVICES = 16  # ids of devices in a message
+_DEVICES = 16  # number of device ids in a message
 _HEAD = ("tensor", "shape", "found", "per device", "expected", "per device")
 _SPECS = (_HEAD.index("found"), _HEAD.index("expected"))
 

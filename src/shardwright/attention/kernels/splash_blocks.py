@@ -222,7 +222,8 @@ class _Local:
         kinds = _kinds(self.plan, self.rows)
         kinds = jnp.swapaxes(kinds, 1, 2) if keys_outside else kinds
         empty = kinds == EMPTY
-        # False sorts before True: blocks to visit come first, in their own order.
+        # False sorts before True, and the sort is stable. So the blocks to visit come first, in
+        # their own order.
         order = jnp.argsort(empty, axis=2, stable=True).astype(jnp.int32)
         last = jnp.maximum(jnp.sum(~empty, axis=2, keepdims=True, dtype=jnp.int32) - 1, 0)
         visits = jnp.minimum(jnp.arange(kinds.shape[2], dtype=jnp.int32), last)

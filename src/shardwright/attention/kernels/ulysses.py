@@ -95,8 +95,7 @@ def _with_some_heads(shard: Operands, call: AttentionCall) -> Operands:
         if shape is None:
             continue
         array = getattr(shard, name)
-        # Find the sharded dim of the array: dim 2, of the queries, if the array has a row per
-        # query, else dim 3, of the keys.
+        # The sharded dim is dim 2 (queries) if the array has a row per query, else dim 3 (keys).
         rows = next((dim for dim in (2, 3) if shape[dim] > 1), None)
         if rows is not None and shape[1] > 1:
             array = _swap(array, axes, split=1, join=rows)

@@ -163,7 +163,7 @@ def without_remains(operands: Operands, recipe: Arithmetic) -> Operands:
     holds_key = positions >= 0
     if lengths is not None:
         holds_key = holds_key & (positions < lengths[:, None])
-    # Leave NaN in keys: a hidden logit is replaced, and not multiplied by 0.
+    # NaN in keys may stay, because a hidden logit is replaced, and not multiplied by 0.
     v, v_scale = operands.v, operands.v_scale
     return operands.replace(
         v=jnp.where(holds_key[:, :, None, None], v, jnp.zeros((), v.dtype)),

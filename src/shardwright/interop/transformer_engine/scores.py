@@ -186,7 +186,8 @@ def attend(
         offset = 0.0
     hidden = hidden_pairs(config, q_length, kv_length, mask=mask, start=start)
     weights = softmax(logits, hidden, offset=offset).astype(dtype)
-    # The shape of the weights decides which random bits dropout takes.
+    # The shape of the weights decides which random bits dropout takes, so use TransformerEngine's
+    # shape.
     if groups > 1:
         weights = weights.reshape(batch, kv_heads, groups, q_length, kv_length)
     if dropout_key is not None and config.dropout > 0:

@@ -422,7 +422,7 @@ def _on_shard(
     tokens = x.reshape(-1, config.embed)
     is_token = None if valid is None else valid.reshape(-1)
     if is_token is not None:
-        # Padding may be NaN, and the gradient of the router sums over all rows.
+        # Set padding to 0: it may be NaN, and the gradient of the router sums over all rows.
         tokens = jnp.where(is_token[:, None], tokens, 0)
     routes = route(config, params["router"], bias, tokens, is_token)
     if dispatch.exchange.name == "ragged":

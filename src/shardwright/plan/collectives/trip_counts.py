@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwright.plan.collectives.hlo import BITS, Computation, Instruction, Module
 
-LIMIT = 1 << 16  # most trips to interpret; with more, the count is unknown
+LIMIT = 1 << 16  # largest number of trips to interpret; with more, the count is unknown
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _INTEGERS = frozenset({"pred", *(f"{sign}{bits}" for sign in "su" for bits in (4, 8, 16, 32, 64))})

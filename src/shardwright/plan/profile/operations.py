@@ -16,7 +16,7 @@ from shardwright.plan.collectives.read import read_collectives
 
 # Opcodes that only run other operations. Their time is the time of those operations.
 _CONTROL: Final = frozenset({"while", "conditional", "call"})
-# The text of a TPU program marks the end of a split collective with this.
+# In the text of a TPU program, this marks the end of a split collective.
 _ENDS: Final = '"AsyncCollectiveDone"'
 # Matmuls that XLA passes to a library, such as cuBLAS,
 # and attention that it passes to cuDNN, "__cudnn$fmhaSoftmax".

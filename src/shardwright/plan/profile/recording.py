@@ -80,7 +80,7 @@ def read_recording(trace: str | Path) -> Recording:
         try:
             own = list(_programs(memoryview(file.read_bytes())))
             timed_ops = _jax.read_profile(file, _timed_ops)
-        # errors of the reader above and of JAX's, for bytes that are not a profile
+        # raised by the reader above, or by JAX, for bytes that are not a profile
         except (IndexError, ValueError, RuntimeError) as error:
             raise ProgramError(
                 f"{file.name} is not a file of jax.profiler, or only a part of one",

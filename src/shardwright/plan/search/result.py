@@ -108,7 +108,7 @@ class Candidate:
     def costs(self) -> tuple[float, ...]:
         """The verdict, times, memory, and bytes between slices, to be compared."""
         times = map(seconds_of, self.reports.values())
-        # By the verdict first: a candidate that may not fit never beats one that fits.
+        # Compare verdicts first: a candidate that may not fit never beats one that fits.
         return (_VERDICTS.index(self.verdict), *times, self.most_bytes, self.slice_bytes)
 
     @property

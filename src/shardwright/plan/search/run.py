@@ -441,7 +441,8 @@ class _Search:
             single = _Shared(-1, *self.single[mode], {})
             if not is_typed(manager):
                 return single
-            # If the requests do not resolve, a trace would fail too, after most of a second.
+            # If the requests do not resolve, a trace would fail too, but only after nearly a
+            # second.
             resolve_all(manager, single.requests, manager.mesh.shape)
         return self._trace(manager, mode)
 

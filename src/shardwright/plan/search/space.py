@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TRAIN: Final = ("fsdp_tp", "fsdp_tp_sp")
 SERVE: Final = ("serve_tp", "serve_long_context")
 EXPERTS: Final = "moe_ep"
-MOST: Final = 20_000  # number of candidates at most, which take two to three minutes
+MOST: Final = 20_000  # largest number of candidates, which take two to three minutes
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:

@@ -88,7 +88,7 @@ _GB200: Final = GpuModel(
     l2_cache=135528448,
     per_host=4,
 )
-# By the names of `hardware.toml`. XLA for CUDA does not compile for AMD's GPUs.
+# Keys: the names of `hardware.toml`. XLA for CUDA does not compile for AMD's GPUs.
 GPUS: Final = {
     "a100": _A100,
     "a100-40gb": dataclasses.replace(

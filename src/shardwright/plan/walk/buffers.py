@@ -52,7 +52,7 @@ _WRITES: Final = SCATTERS | {"dynamic_update_slice"}
 _LOOPS: Final = frozenset({"scan", "while"})
 _READ_FROM_MEMORY: Final = _LOOPS | {"pallas_call"}  # no operand is fused into these primitives
 _PARTS: Final = 8  # parts of a result that a collective matmul holds: four for each direction
-_HELD: Final = 4  # of these parts, at least so many are in memory
+_HELD: Final = 4  # at least this many of these parts are in memory
 _ANGLES: Final = frozenset({"sin", "cos"})
 
 

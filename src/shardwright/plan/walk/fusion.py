@@ -93,7 +93,7 @@ def fused_buffers(
     """
     fused: set[Buffer] = set()
     for entry in entries:
-        # In order, since a value is computed again from operands that may be fused themselves.
+        # Go in order, since a value is computed again from operands that may be fused themselves.
         for buffer in entry.births:
             # A written value goes into the stack of the loop, which is counted outside.
             written = buffer in reads.stacked and not reads.counts.get(buffer)
@@ -156,7 +156,7 @@ def _joined(entries: Sequence[Entry], needed: Container[Buffer]) -> set[Buffer]:
     """
     readers: dict[Buffer, set[int]] = {}
     joined = set[Buffer]()
-    # From the end, so that the kernel of each user is known before the value that it reads.
+    # Go from the end, so that the kernel of each user is known before the value that it reads.
     for at in range(len(entries) - 1, -1, -1):
         entry = entries[at]
         kernel = at

@@ -345,7 +345,8 @@ class Ledger:
             kind,
             mesh_axes,
             whole_bytes(local_elements(shape, dims, self.sizes), dtype),
-            # XLA moves loop-invariant code out of loops, so a value from before is sent once.
+            # XLA moves loop-invariant code out of loops, so a value from before the loop is sent
+            # once.
             dataclasses.replace(location, runs=min(location.runs, value.runs)),
             dtype=str(dtype),
             origins=value.origins,

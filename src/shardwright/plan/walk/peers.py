@@ -16,7 +16,7 @@ from shardwright.dims.primitives import ELEMENTWISE, SCATTERS
 from shardwright.plan.walk.equations import called_jaxpr
 from shardwright.plan.walk.values import Dims, ShardedValue
 
-# Most elementwise equations to follow until a value has a sharding.
+# Largest number of elementwise equations to follow until a value has a sharding.
 _DEPTH: Final = 16
 
 

@@ -337,7 +337,7 @@ def _given_out(
         return dataclasses.replace(moved, buffer=before)
     assert ledger.timeline is not None
     if before is not None and len(ledger.events) > sent:
-        before.operands = None  # a collective reads it from memory
+        before.operands = None  # a collective reads the value from memory
     buffer = Buffer(
         size=ledger.local_bytes(aval, moved.dims),
         kind=RESULTS,

@@ -156,7 +156,7 @@ def matmul(
       postfix: Suffix that distinguishes the matmuls of one module.
       grad_postfix: The same for the gradient of the result. Defaults to `postfix`.
     """
-    # Read in each call: a module is not bound to the recipe under which it was created.
+    # Read the recipe in each call: a module is not bound to the recipe under which it was created.
     recipe = current_recipe()
     if recipe is None:
         return dense.dense(x, kernel, contract=contract)

@@ -67,7 +67,7 @@ def query_init_of(module: Any) -> Any:
     """Return the initializer of the kernel of the queries."""
 
     def init(key: Any, shape: Any, dtype: Any) -> Any:
-        # Do as T5: logits are not scaled, and the initial queries are small instead.
+        # As in T5, logits are not scaled, and the initial queries are small instead.
         scale = jnp.sqrt(module.head_dim).astype(module.dtype) if module.scaled_query_init else 1.0
         return module.kernel_init(key, shape, dtype) / scale
 
