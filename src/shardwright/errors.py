@@ -1,7 +1,8 @@
 """The errors that shardwright raises, and the layout of their messages.
 
 An error holds a list of `Problem`s: what failed and where, which rule decided it, and how to fix
-it. All problems of a tree or a file are collected and raised once, in the class of the first one.
+it. All problems of a tree or a file are collected and raised as one error, in the class of the
+first problem.
 """
 
 from __future__ import annotations
@@ -285,13 +286,13 @@ def render(problems: Sequence[Problem]) -> str:
 
 
 def raise_problems(problems: Sequence[Problem], *, resolution: Any = None) -> None:
-    """Raise one error with all problems, in the class of the first, if there are any."""
+    """If there are problems, raise one error with all of them, in the class of the first."""
     if problems:
         raise problems[0].error(problems=problems, resolution=resolution)
 
 
 def under(name: str, error: ShardingError) -> list[Problem]:
-    """Return the problems of an error, with the name of their argument before their paths."""
+    """Return the problems of an error, with the name of an argument in front of each path."""
     return [
         dataclasses.replace(problem, path=f"{name} {problem.path}".strip())
         for problem in error.problems

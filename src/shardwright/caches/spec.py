@@ -100,7 +100,8 @@ class CacheSpec:
 
     Attributes:
       batch: Number of slots.
-      capacity: Rows per slot. A slot holds at most that many tokens; a ring keeps the latest ones.
+      capacity: Rows per slot. A slot holds at most that many tokens; a ring keeps the latest
+        tokens.
       kv_heads: Heads of keys and values.
       head_dim: Size of a key.
       v_dim: Size of a value.

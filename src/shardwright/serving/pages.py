@@ -26,8 +26,8 @@ class PageTable:
     Attributes:
       node: Node of the last of its pages that is in the tree of prefixes.
       pages: Page numbers, in the order of the text. NO_PAGE stands for a page before the window.
-      shared: Number of its pages, from the first on, that are in the tree of prefixes.
-      left: Number of its pages, from the first on, that were given back.
+      shared: Number of leading pages of the request that are in the tree of prefixes.
+      left: Number of leading pages of the request that were given back.
     """
 
     node: Node
