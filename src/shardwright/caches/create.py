@@ -154,7 +154,7 @@ def _check_options(name: str, kind: CacheKind, options: Mapping[str, Any]) -> No
             raise CacheError(
                 f"{option}={value!r} is not hashable",
                 path=option,
-                fix="pass a single value",
+                fix="pass a hashable value, such as a number or a name",
             )
 
 

@@ -64,12 +64,12 @@ def parser() -> argparse.ArgumentParser:
         help="key=value, which overrides a configuration",
     )
     command.add_argument(
-        "--mesh", metavar="MESH", help="for the format rules: mesh axes, such as data:2,model:4"
+        "--mesh", metavar="MESH", help="if the format is rules: mesh axes, such as data:2,model:4"
     )
     command.add_argument(
         "--semantics",
         choices=_SEMANTICS,
-        help="for the format rules: how to read the list (default: flax)",
+        help="if the format is rules: how to read the list (default: flax)",
     )
     command.add_argument(
         "--name",

@@ -62,13 +62,13 @@ def parser() -> argparse.ArgumentParser:
         type=read_count,
         default=60,
         metavar="N",
-        help="candidates on the page, at most, for train and for the other modes (default: 60)",
+        help="show at most N candidates for train, and N for the other modes (default: 60)",
     )
     command.add_argument(
         "--out",
         default="plan.html",
         metavar="FILE",
-        help="file of the page, which may exist (default: plan.html)",
+        help="file to write; an existing file is replaced (default: plan.html)",
     )
     return command
 

@@ -112,7 +112,7 @@ def _add_tensor_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--cache",
         metavar="PATTERN",
-        help="for a file of tensors: count activations whose path matches as caches",
+        help="for a file of tensors: count as caches the activations whose path matches",
     )
 
 

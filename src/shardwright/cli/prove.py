@@ -51,10 +51,10 @@ def parser() -> argparse.ArgumentParser:
             name.lower(), metavar=name, help=f"file.py:function, or {STRATEGY_HELP}"
         )
     command.add_argument(
-        "--model", metavar="MODEL", help="file.py:function; if A, B are strategies"
+        "--model", metavar="MODEL", help="if A and B are strategies: the model, file.py:function"
     )
     command.add_argument(
-        "--strategy", metavar="STRATEGY", help="strategy, if A and B are functions"
+        "--strategy", metavar="STRATEGY", help="if A and B are functions: their strategy"
     )
     command.add_argument(
         "--mesh", metavar="M", help="such as fsdp:2,tp:4 (default: each strategy's own)"

@@ -203,7 +203,9 @@ def read_sizes(sizes: Any, paths: Sequence[str], shapes: Sequence[Sequence[int]]
         }
         if not places:
             raise StrategyError(
-                f"no parameter has the dim {key!r:.80}", path="sizes", fix=f"{_FIX}; * is any text"
+                f"no parameter has the dim {key!r:.80}",
+                path="sizes",
+                fix=f"{_FIX}; * matches any text",
             )
         by_place |= places
     return GivenSizes(by_size, by_place)

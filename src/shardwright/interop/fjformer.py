@@ -285,7 +285,7 @@ def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
         if not jax.numpy.issubdtype(dtype_of_all, jax.numpy.floating):
             raise StrategyError(
                 f"dtype_specs is {dtype_of_all}, but one dtype for all leaves must be a float",
-                fix="pass a float dtype, or a tree with one per leaf",
+                fix="pass a float dtype, or a tree with one dtype per leaf",
             )
 
         def cast_float(x: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from shardwright.errors import LayerError
 from shardwright.vocabulary.read import floating, instance, read_value
 
-_FLOATS: Final = floating(fix='write one such as "bfloat16"')
+_FLOATS: Final = floating(fix='write a dtype such as "bfloat16"')
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -128,9 +128,9 @@ def read_stack(
     if is_inside_shard_map():
         raise LayerError(
             "a pipeline is called inside a shard_map",
-            fix="call the pipeline outside; instead of accumulating, write more microbatches; or "
-            'schedule = "'
-            'none" under [pipeline]',
+            fix="call the pipeline outside; to accumulate gradients, write more microbatches "
+            "instead, "
+            'or write schedule = "none" under [pipeline]',
         )
     batch = jax.tree.leaves(x)[0].shape[0]
     check_sizes({"x": x, "streamed": inputs.streamed}, batch, "rows")

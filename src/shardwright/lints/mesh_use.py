@@ -49,7 +49,7 @@ def unknown_mesh_axes(subject: Subject) -> Iterator[Finding]:
                 path,
                 message=f'"{text}" names the mesh axis {axis!r}, '
                 f"which the mesh ({', '.join(subject.sizes)}) does not have",
-                fix=f"add {axis} to the mesh, or name one that it has",
+                fix=f"add {axis} to the mesh, or name a mesh axis that it has",
             )
 
 

@@ -288,7 +288,7 @@ def _plan_leaf(
     if route.moves and not checks.is_wide_enough(own):
         raise ShardingError(
             f"the collectives of XLA do not take arrays of {own}",
-            fix="move the array with jax.device_put(x, sharding), or as int8",
+            fix="move the array with jax.device_put(x, sharding), or move it as int8",
         )
     place = "one device" if isinstance(where, SingleDeviceSharding) else str(where)
     if isinstance(where, NamedSharding):

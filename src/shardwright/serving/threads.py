@@ -62,7 +62,7 @@ class StepLock:
             raise ServingError(
                 "step() was called from within a step",
                 path="on_token",
-                fix="submit and cancel from a callback, do not step",
+                fix="from a callback, call submit and cancel, but not step",
             )
         try:
             self.calls.compare()

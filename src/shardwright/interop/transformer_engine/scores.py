@@ -300,7 +300,7 @@ def check_mask(mask: Any, pairs: tuple[int, ...]) -> None:
     raise LayerError(
         "the mask has values other than 0 and 1" if is_flags else f"the mask is {dtype}",
         path="mask",
-        fix="pass integers or bool, in which 1 hides a pair; what is added to logits is a bias",
+        fix="pass integers or bool, in which 1 hides a pair; pass values to add to logits as bias",
     )
 
 
@@ -311,7 +311,7 @@ def _check_shape(name: str, array: Any, pairs: tuple[int, ...]) -> None:
         raise RankMismatchError(
             f"the {name} has shape {shape}, and the logits have {pairs}",
             path=name,
-            fix="pass [batch, heads, q_length, kv_length], each dim full or 1",
+            fix="pass [batch, heads, q_length, kv_length], each dim whole or of size 1",
         )
 
 
