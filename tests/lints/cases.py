@@ -40,6 +40,7 @@ def act(path: str, *axes: str, shape: tuple[int, ...] | None = None) -> Tensor:
 SERVING = '[params]\nembed = "fsdp"\n[modes.decode]\nbatch = "dp | -"\n[policy]\ngather = "fsdp"\n'
 MOVING = '[params]\nvocab = "tp"\n[modes.decode.params]\nvocab = "tp+fsdp"\n'
 DCN = '[mesh]\ndp = 4\nfsdp = 2\n[dcn]\ndp = 2\n[rules]\nbatch = "{}"\n'
+WEIGHT = '[mesh]\ntp = {}\n[rules]\nembed = "tp"\nmlp_intermediate = "tp"\n'
 HEADS = '[rules]\nkv_head = "{}"\nkv_head_dim = "-"\nembed = "-"\n'
 
 CASES: dict[str, Case] = {
@@ -68,6 +69,24 @@ CASES: dict[str, Case] = {
         where="s.toml:2 rules.batch",
         says="mesh axis 'dpp' is neither in [mesh] nor a standard one",
         fix="did you mean",
+    ),
+    "a mesh axis for two axes of a layout": Case(
+        text='[rules]\nquery_length = "tp"\nhead = "tp"\n',
+        code=Code.SHARED_MESH_AXIS,
+        severity=Severity.WARNING,
+        where="s.toml:3 rules.head",
+        says='head = "tp" fails in AttnQSharding: tp is taken by dim 1 QUERY_LENGTH',
+        fix='end the rule in a fallback: "tp | -"',
+        quiet='[rules]\nquery_length = "tp"\nhead = "tp | -"\n',
+    ),
+    "a mesh axis for two axes of a weight": Case(
+        text=WEIGHT.format(-1),
+        code=Code.SHARED_MESH_AXIS,
+        severity=Severity.WARNING,
+        where="s.toml:5 rules.mlp_intermediate",
+        says="fails in ColumnWise, ExpertColumnWiseAlt, ExpertRowWiseAlt, RowWise: tp is taken by",
+        fix="name another mesh axis",
+        quiet=WEIGHT.format(1),
     ),
     "a mesh axis that another mesh lacks": Case(
         text='[mesh]\nmodel = 2\n[rules]\nbatch = "model"\n',

@@ -27,6 +27,7 @@ LINTS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     dead_rules.weights_move,
     gathering.not_gathered,
     gathering.gathered_in_decode,
+    mesh_use.shared_mesh_axes,
     mesh_use.dcn_order,
     mesh_use.idle_mesh_axes,
     mesh_use.idle_policies,

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
 from typing import Final
 
-from shardwright.errors import ShapeRequiredError, did_you_mean
+from shardwright.errors import (
+    AxisConflictError,
+    ShapeRequiredError,
+    did_you_mean,
+)
 from shardwright.lints.finding import Code, Finding, Severity, dim_key
 from shardwright.lints.subject import Subject, role_of
 from shardwright.mesh.build import INFER
-from shardwright.resolution.decisions import Resolution
+from shardwright.resolution.decisions import Resolution, RuleRef
 from shardwright.resolution.free_axes import policy_notes
 from shardwright.resolution.resolver import explain
-from shardwright.vocabulary.axes import PARALLELISM_AXES, STANDARD_MESH_AXES, Role
+from shardwright.vocabulary.axes import (
+    EMPTY,
+    PARALLELISM_AXES,
+    QUERY_LENGTH,
+    SEMANTIC_AXES,
+    STANDARD_MESH_AXES,
+    Role,
+)
+from shardwright.vocabulary.layouts import LAYOUTS
+from shardwright.vocabulary.modes import MODE_DECODE, MODES
 
 # Key of the policy -> the code of the finding about it, and the fix.
 _ADDED: Final = {
@@ -290,3 +304,43 @@ def _minor(subject: Subject, candidate: tuple[str, ...]) -> tuple[str, ...]:
         if axis in subject.crossing and inside:
             return inside[-1], axis
     return ()
+
+
+def shared_mesh_axes(subject: Subject) -> Iterator[Finding]:
+    """Yield rules that give one mesh axis to two axes of a standard layout, without a tree.
+
+    With a tree, `unresolved` reports the arrays of the model.
+    """
+    if subject.tensors is not None:
+        return
+    sizes = {name: 2 if size == INFER else size for name, size in subject.sizes.items()} or {
+        name: 2 for _, _, rule in subject.written() for name in rule.mesh_axes
+    }
+    every = math.prod(sizes.values())  # divides over all mesh axes
+    found: dict[frozenset[str], tuple[str, RuleRef, set[str]]] = {}
+    for (layout, each), mode in itertools.product(LAYOUTS.items(), MODES):
+        axes = each.semantic_axes or each.default_axes
+        if not {EMPTY, *SEMANTIC_AXES}.issuperset(axes):
+            continue  # rules give parallelism axes such as tp to no two dims
+        is_decode = mode == MODE_DECODE
+        shape = [1 if is_decode and axis == QUERY_LENGTH else every for axis in axes]
+        answer = explain(axes, subject.rules, sizes, mode=mode, role=each.role, shape=shape)
+        for problem in answer.problems:
+            if problem.error is not AxisConflictError or problem.dim is None:
+                continue
+            taken = set(problem.mesh_axes)
+            holders = [dim for dim in answer.decisions if not taken.isdisjoint(dim.mesh_axes)]
+            failed = answer.decisions[problem.dim]
+            # Whether a rule with several candidates takes this mesh axis depends on sizes.
+            if failed.rule and not any(dim.rule and "|" in dim.rule.text for dim in holders):
+                pair = frozenset(dim.label for dim in (*holders, failed))
+                found.setdefault(pair, (problem.what, failed.rule, set()))[2].add(layout)
+    for what, rule, layouts in found.values():
+        yield Finding(
+            code=Code.SHARED_MESH_AXIS,
+            severity=Severity.WARNING,
+            source=rule.source,
+            key=f"{rule.table}.{rule.key}",
+            message=f"{rule.written} fails in {', '.join(sorted(layouts))}: {what}",
+            fix=f'name another mesh axis, or end the rule in a fallback: "{rule.text} | -"',
+        )
