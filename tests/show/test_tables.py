@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.show.tables import remarked_table, table
+from shardwright.show.tables import remarked_table, table, wrap
 
 
 def test_remarks_in_the_last_column() -> None:
@@ -26,6 +26,18 @@ def test_a_column_that_wraps_is_as_wide_as_its_words() -> None:
     head, *lines = table(rows, width=40)
     assert lines == ["fsdp_tp.toml:35  first candidate fits", "[params]"]
     assert head == "place            why"
+
+
+def test_a_number_stays_with_its_unit() -> None:
+    rows = [("axis", "bytes"), ("BATCH EMBED", "256.0 KiB")]
+    assert table(rows, width=16) == ["axis   bytes", "BATCH  256.0 KiB", "EMBED"]
+    assert wrap("sends 45 GB/s for 12 µs of 3 steps", 12) == [
+        *("sends", "45 GB/s for", "12 µs of 3", "steps"),
+    ]
+
+
+def test_a_name_with_hyphens_stays_whole() -> None:
+    assert wrap("see /a/long-name.toml:12", 14, rest="  ") == ["see", "  /a/long-name.toml:12"]
 
 
 def test_table_pads_columns_and_strips_ends() -> None:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -51,6 +50,7 @@ from shardwright.mesh.build import abstract_mesh
 from shardwright.plan.planner import Program, read_arguments, trace_program
 from shardwright.plan.walk.equations import nested_jaxprs
 from shardwright.resolution.request import ShardingRequest
+from shardwright.show.tables import wrap
 from shardwright.strategy.files import strategy_names
 from shardwright.strategy.model import Strategy
 from shardwright.vocabulary.axes import STANDARD_MESH_AXES, Role
@@ -252,18 +252,10 @@ def report(results: Sequence[Checked], *, width: int) -> list[str]:
 def _block(finding: Finding, *, width: int) -> list[str]:
     place = finding.where or "(no place)"
     lines = [f"{place}: {finding.severity} {finding.code}"]
-    lines += textwrap.wrap(
-        finding.message, max(width - 2, 20), break_long_words=False, break_on_hyphens=False
-    )
+    lines += wrap(finding.message, max(width - 2, 20))
     lines += snippet_lines(finding.snippet)
     if finding.fix:
-        lines += textwrap.wrap(
-            f"fix  {finding.fix}",
-            max(width - 2, 20),
-            subsequent_indent="     ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        lines += wrap(f"fix  {finding.fix}", max(width - 2, 20), rest="     ")
     return [lines[0], *(f"  {line}" for line in lines[1:])]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.errors import StrategyError
 from shardwright.mesh.text import parse_mesh
 from shardwright.resolution.unknown_axes import check_axes
+from shardwright.show.tables import wrap
 from shardwright.strategy import files
 from shardwright.vocabulary.axes import (
     EMPTY,
@@ -293,4 +293,4 @@ def _with_places(imported: Imported) -> Iterator[str]:
 def _filled(text: str, width: int) -> list[str]:
     # A wrapped line is indented two columns more than its first one.
     indent = " " * (len(text) - len(text.lstrip()) + 2)
-    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False)
+    return wrap(text, width, rest=indent)

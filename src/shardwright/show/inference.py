@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from jax.sharding import PartitionSpec
 from shardwright.inference.constrained import Constrained
 from shardwright.inference.constraints import Constraint
 from shardwright.inference.inferred import Inferred, InferredDim
-from shardwright.show.tables import table
+from shardwright.show.tables import table, wrap
 from shardwright.vocabulary.axes import axis_label
 from shardwright.vocabulary.merged_dims import MergedDim, axis_text
 from shardwright.vocabulary.shown import WIDTH, data_of, text_of
@@ -73,14 +72,8 @@ def table_text(inferred: Inferred, *, width: int, is_summary: bool) -> str:
             evidence = f"guess: {dim.evidence}" if dim.guess else str(dim.evidence)
             head = f"  {'  '.join(padded)}  "
             # The next lines of the evidence are below its first one.
-            lines += textwrap.wrap(
-                evidence,
-                len(head) + max(width - len(head), _LEAST_ROOM),
-                initial_indent=head,
-                subsequent_indent=" " * len(head),
-                break_long_words=False,
-                break_on_hyphens=False,
-            ) or [head]
+            room = len(head) + max(width - len(head), _LEAST_ROOM)
+            lines += wrap(evidence, room, first=head, rest=" " * len(head))
     lines += [conflict.text for conflict in inferred.conflicts]
     if inferred.unknown:
         lines.append(f"not understood: {', '.join(inferred.unknown)}")

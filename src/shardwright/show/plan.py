@@ -16,7 +16,7 @@ from shardwright.plan.walk.entries import CONSTANTS, LOOPS, RESULTS, TEMPORARY, 
 from shardwright.plan.walk.events import Event
 from shardwright.show.memory import SUMS
 from shardwright.show.plain import named, plain
-from shardwright.show.tables import remarked_table, table
+from shardwright.show.tables import remarked_table, table, wrap
 from shardwright.vocabulary.axes import axis_label
 from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 from shardwright.vocabulary.units import bytes_text, seconds_text
@@ -48,7 +48,8 @@ def plan_text(report: PlanReport, *, rows: int | None = None, width: int = WIDTH
             lines.append("gradients exist only during the step; below, they are temporary")
         lines.append("")
     chip = None if report.layout is None else report.layout.topology.chip
-    lines += [*fit_lines(report.memory, chip, complete=report.walked.complete), ""]
+    complete = report.walked.complete
+    lines += [*fit_lines(report.memory, chip, complete=complete, width=width), ""]
     lines += event_lines(report.events, rows=rows, width=width)
     if report.layout is not None and report.layout.crossing:
         group = report.layout.topology.group
@@ -164,19 +165,22 @@ def live_rows(live: Sequence[Live], *, rows: int = 5) -> list[tuple[str, ...]]:
     ]
 
 
-def fit_lines(peak: Peak, chip: Chip | None, *, complete: bool = True) -> list[str]:
+def fit_lines(
+    peak: Peak, chip: Chip | None, *, complete: bool = True, width: int = WIDTH
+) -> list[str]:
     """Return lines on memory: the range, the parts of its upper end, and the verdict.
 
     Args:
       peak: The range of the peak.
       chip: The chip, or None for no verdict.
       complete: Whether every primitive of the program has a rule.
+      width: Characters per line.
     """
     kinds = sorted(peak.kinds.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds)
     lines = [
         f"memory per device: {bytes_text(peak.low)} to {bytes_text(peak.high)}",
-        f"  at most {parts}",
+        *wrap(f"at most {parts}", width, first="  ", rest="    "),
     ]
     if chip is not None:
         verdict = judge(peak, chip.hbm_bytes, complete=complete, host=chip.host_bytes)
@@ -189,7 +193,7 @@ def fit_lines(peak: Peak, chip: Chip | None, *, complete: bool = True) -> list[s
             known = f"{bytes_text(chip.host_bytes)} on {chip.name}" if chip.host_bytes else ""
             lines[-1] += f" of {known or f'a size that is not known of {chip.name}'}"
     live = live_rows(peak.live)
-    return [*lines, *(remarked_table([LIVE_HEAD, *live], indent="  ") if live else [])]
+    return [*lines, *(remarked_table([LIVE_HEAD, *live], indent="  ", width=width) if live else [])]
 
 
 def event_lines(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from shardwright.plan.planner import PlanReport
 from shardwright.plan.search.result import STOPPED, Candidate, SearchReport, seconds_of, utilization
 from shardwright.plan.search.verify import VerifiedCandidate
 from shardwright.show.plain import named, plain
-from shardwright.show.tables import table
+from shardwright.show.tables import table, wrap
 from shardwright.vocabulary.modes import mode_name
 from shardwright.vocabulary.shown import WIDTH, data_of
 from shardwright.vocabulary.units import bytes_text, seconds_text
@@ -96,8 +95,7 @@ def advice_lines(found: SearchReport, *, width: int = WIDTH) -> list[str]:
     if best.verdict is not Verdict.FITS or not best.complete:
         end = "it may not fit: --verify 1 compiles it"
     text = f"use {best.name} on {best.mesh}{settings}{variant}: {', '.join(rates)}; {end}"
-    # Names of strategies and of options have hyphens, at which a line must not break.
-    return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
+    return wrap(text, width, rest="  ")
 
 
 def _rate_text(candidate: Candidate, mode: str) -> str:

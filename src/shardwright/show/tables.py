@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -10,6 +11,9 @@ from shardwright.vocabulary.shown import WIDTH
 
 _GAP = 2
 _PROSE = 24  # characters: prose in a narrower column is hard to read
+# The space in 1.5 MiB, 12 µs or 45 GB/s.
+_BEFORE_UNIT = re.compile(r"(?<=[0-9]) (?=(?:[KMGTP]i?)?B\b|[mnµ]?s\b)")
+_JOINED = "\0"  # `visible` has escaped others, and `textwrap` does not break at it
 
 
 def table(
@@ -59,7 +63,7 @@ def remarked_table(
     rows = _visible(rows)
     *others, remarks = [max(map(len, column)) for column in _columns(rows)]
     room = width - len(indent) - sum(others) - _GAP * len(others)
-    words = [word for row in rows for word in row[-1].split()]
+    words = [word for row in rows for word in _joined(row[-1]).split()]
     # Keep one table if the remarks fit whole, or wrap in a column that is still readable.
     if room >= min(remarks, max(_PROSE, *map(len, words))):
         return table(rows, indent=indent, width=width, prose=len(others))
@@ -68,7 +72,7 @@ def remarked_table(
     lines = []
     for row in rows:
         lines += _row_lines(row[:-1], widths)
-        lines += [margin + part for part in _wrap(row[-1], width - len(indent) - len(margin))]
+        lines += [margin + part for part in wrap(row[-1], width - len(indent) - len(margin))]
     return [indent + line for line in lines]
 
 
@@ -82,7 +86,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def _row_lines(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     """Return the lines of one row, each cell wrapped to the width of its column."""
-    cells = [_wrap(cell, room) for cell, room in zip(row, widths, strict=True)]
+    cells = [wrap(cell, room) for cell, room in zip(row, widths, strict=True)]
     height = max(map(len, cells))
     padded = [[*cell, *[""] * (height - len(cell))] for cell in cells]
     lines = zip(*padded, strict=True)
@@ -101,7 +105,7 @@ def _fit(
     widths = [max(map(len, column)) for column in columns]
     # Words stay whole, so a column is at least as wide as its longest word.
     min_widths = [
-        max((len(word) for cell in column for word in cell.split()), default=0)
+        max((len(word) for cell in column for word in _joined(cell).split()), default=0)
         for column in columns
     ]
     min_widths = [widths[at] if at in whole else each for at, each in enumerate(min_widths)]
@@ -117,15 +121,37 @@ def _fit(
         # One character less may move a whole word to the next line. The column can then shrink
         # further.
         narrower = max(
-            len(line) for cell in columns[widest] for line in _wrap(cell, widths[widest] - 1)
+            len(line) for cell in columns[widest] for line in wrap(cell, widths[widest] - 1)
         )
         over -= widths[widest] - narrower
         widths[widest] = narrower
     return widths
 
 
-def _wrap(cell: str, width: int) -> list[str]:
-    # Paths, specs and rules are long words that a reader copies, so they stay whole.
-    return textwrap.wrap(cell, max(width, 1), break_long_words=False, break_on_hyphens=False) or [
-        ""
-    ]
+def wrap(text: str, width: int, *, first: str = "", rest: str = "") -> list[str]:
+    """Wrap text at spaces, but not between a number and its unit.
+
+    Paths, specs and rules are long words that a reader copies, so they stay whole.
+
+    Args:
+      text: One paragraph.
+      width: Characters per line. Only a line with one longer word is longer.
+      first: Text in front of the first line.
+      rest: Text in front of all other lines.
+
+    >>> wrap("at most 512.0 KiB", 13)
+    ['at most', '512.0 KiB']
+    """
+    lines = textwrap.wrap(
+        _joined(text),
+        max(width, 1),
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(_JOINED, " ") for line in lines] or [first]
+
+
+def _joined(text: str) -> str:
+    return _BEFORE_UNIT.sub(_JOINED, text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ from shardwright.plan.verify.compiler import Compiled
 from shardwright.plan.verify.differences import DifferenceCause, Sent
 from shardwright.plan.verify.run import Verification
 from shardwright.show.plain import named
-from shardwright.show.tables import table
+from shardwright.show.tables import table, wrap
 from shardwright.vocabulary.shown import WIDTH, data_of
 from shardwright.vocabulary.units import bytes_text
 
@@ -49,7 +48,7 @@ def verification_text(verification: Verification, *, width: int = WIDTH) -> str:
     for sent in verification.traffic:
         for text in reason_texts(sent):
             line = f"{'+'.join(sent.mesh_axes)}: {text}"
-            lines += textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False)
+            lines += wrap(line, width, rest="  ")
     # A loop whose end depends on data has no count, so its bytes are in no sum above.
     unknown = sum(each.count is None for each in compiled.collectives)
     if unknown:
