@@ -58,5 +58,5 @@ def first_needed(spec: CacheSpec, length: jax.Array) -> jax.Array:
     if not spec.is_ring:
         return jnp.zeros_like(length)
     window = spec.capacity if spec.window is None else spec.window
-    # The query at position `length` sees its own position too.
+    # Add 1, because the query at position `length` sees its own position too.
     return jnp.maximum(length - window + 1, 0)

@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
     what = "Write a strategy from the rules of another library, which need not be installed."
     command = make_parser("import", what, epilog=_EPILOG)
-    command.add_argument("format", choices=_SOURCES, help="what the file is")
+    command.add_argument("format", choices=_SOURCES, help="kind of the file")
     command.add_argument("file", metavar="FILE", help="the file to import")
     command.add_argument(
         "overrides",

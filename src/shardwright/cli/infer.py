@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     own_axes = read_strategy(arguments.strategy)[0].axes if arguments.strategy else ()
     sizes = dict(map(read_size, arguments.size))
     inferred = infer_model(model, sizes=sizes, own_axes=own_axes)
-    # If a dim has two names, each name is wrong for one of the operations.
+    # If a dim has two names, each name is wrong for one of the operations, so write no file.
     if arguments.out is not None and not inferred.conflicts:
         if Path(arguments.out).suffix != ".toml":
             what = f"{arguments.out!r} is not a .toml file"

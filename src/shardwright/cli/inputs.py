@@ -247,7 +247,7 @@ def read_strategy(text: str) -> tuple[Any, str]:
 def strategy_label(text: str) -> str:
     """Return the names of a strategy and its overlays as reports show them, without folders."""
     label = " | ".join(map(os.path.basename, strategy_names(text)))
-    # File names may not be UTF-8.
+    # File names may have bytes that are not UTF-8, so escape these bytes.
     return label.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -281,7 +281,7 @@ def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) 
         raise MeshSpecError(f"strategy {label} has no [mesh]", fix="give a mesh: --mesh dp:2,tp:4")
     source: Any = text if text is not None else dict(strategy.mesh)
     spec = parse_mesh(source)
-    # The fix of `abstract_mesh` would name its argument, and not the option.
+    # Raise here, because the fix of `abstract_mesh` would name its argument, and not the option.
     if devices is None and INFER in spec.sizes:
         where = f" in strategy {label}" if text is None else ""
         name = spec.names[spec.sizes.index(INFER)]

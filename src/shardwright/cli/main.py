@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
         for action in command._actions:
             if action.metavar in ("FILE", "STRATEGY"):
                 action.complete = _FILES
-        # The parent has `-h` already, and argparse refuses an option twice.
+        # argparse refuses an option twice, and the parser of the command already has `-h`.
         commands.add_parser(name, help=what, parents=[command], add_help=False)
     return parent
 

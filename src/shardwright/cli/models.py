@@ -268,7 +268,7 @@ def read_input(text: str) -> tuple[jax.ShapeDtypeStruct, tuple[str | None, ...]]
     if len(words) not in (0, len(shape)) or not all(map(_AXIS.fullmatch, words)):
         what = f"--input {text!r} does not have one axis for each of {len(shape)} dims"
         raise StrategyError(what, fix=f"write {_INPUT_EXAMPLE}, with ? for a dim of unknown axis")
-    # None is a dim of unknown axis.
+    # None stands for a dim of unknown axis.
     known = {"?": None, "EMPTY": EMPTY}
     axes = tuple(known[word] if word in known else canonical_axis(word) for word in words)
     axes = axes or (None,) * len(shape)

@@ -182,7 +182,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print_text(arguments, reports, written, verified, list(dict.fromkeys(notes)))
         # The front is sorted: first the candidates that fit, and among these the fastest.
         best = [report.front[0] for report in reports.values() if report.front]
-        # Between train and the other modes, the weights move from one candidate to the other.
+        # The weights move from the candidate of train to the candidate of the other modes.
         if len(best) == 2:
             train, serve = best
             programs = variants[train.variant], variants[serve.variant]

@@ -280,7 +280,7 @@ def _over(base: _MaxTextConfig, layer: _MaxTextConfig) -> _MaxTextConfig:
     own = list(zip(layer.rules, layer.places, strict=True))
     if layer.values.get(_OVERRIDE):
         rules = []
-    # MaxText drops all rules of a name. The base may have several.
+    # As in MaxText, a new rule of a name replaces all rules of this name in the base.
     replaced = {_name(rule) for rule, _ in own}
     merged = [pair for pair in rules if _name(pair[0]) not in replaced] + own
     values = {**base.values, **layer.values, _RULES: [rule for rule, _ in merged]}

@@ -201,7 +201,8 @@ def weights_move(subject: Subject) -> Iterator[Finding]:
                 continue
             if subject.tensors is not None and not _moved(subject, axis, mode):
                 continue
-            # The finding points at a line of a mode. The other rule may be written for all modes.
+            # Point at the rule that is written for one mode, because the other rule may be written
+            # for all modes.
             rule = next(
                 rule
                 for rule in (right, left)

@@ -175,7 +175,8 @@ def _argument_sharding(manager: Manager, leaf: Any, path: str) -> NamedSharding:
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and _same_devices(sharding.mesh, manager.mesh):
         return sharding
-    # An uncommitted array has a sharding too, on the default device, from which JAX may move it.
+    # An uncommitted array has a sharding too, on the default device. JAX may move it from there, so
+    # it does not count as placed.
     is_placed = sharding is not None and getattr(leaf, "committed", True)
     is_key = jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
     is_array = _jax.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)

@@ -216,7 +216,8 @@ def mesh_sizes(
     >>> mesh_sizes([("dp", 2), ("tp", 4)])
     {'dp': 2, 'tp': 4}
     """
-    # A `MeshSizes` was checked when it was built. Each call of `explain` comes here.
+    # Return a `MeshSizes` at once: it was checked when it was built, and each call of `explain`
+    # comes here.
     if isinstance(mesh, MeshSizes):
         return mesh
     if isinstance(mesh, Mesh | AbstractMesh):

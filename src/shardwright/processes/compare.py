@@ -128,7 +128,8 @@ def process_group(mesh: Mesh | AbstractMesh) -> ProcessGroup | None:
         return None
     store = _jax.coordination_store()
     ranks = tuple(sorted({device.process_index for device in mesh.devices.flat}))
-    # Meshes of compile-only devices name processes that do not exist.
+    # Meshes of compile-only devices name processes that do not exist, so these meshes have no
+    # group.
     if store is None or store.rank not in ranks or ranks[-1] >= jax.process_count():
         return None
     return ProcessGroup(store=store, ranks=ranks)

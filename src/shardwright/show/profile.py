@@ -230,7 +230,7 @@ def bars(values: Mapping[str, float], text: Callable[[float], str], *, label: st
     shapes = []
     for row, (name, value) in enumerate(values.items()):
         y = row * _ROW
-        width = max(room * value / most, 1.5)  # 0 is a visible line
+        width = max(room * value / most, 1.5)  # 0 is also a visible line
         shapes.append(
             f'<text x="0" y="{y + 16}">{html_text(_shortened(name))}</text>'
             f'<rect x="{_LABEL}" y="{y + 5}" width="{width:.1f}" height="14" rx="2" '

@@ -109,7 +109,7 @@ def _softmax(operands: Operands, recipe: Arithmetic) -> _Softmax:
         total = total + np.exp(np.asarray(operands.sinks, np.float64)[None, :, None] - top)
     has_keys = total > 0.0
     total = np.where(has_keys, total, 1.0)
-    # The same random bits as in the implementations, so that dropout is compared element by
+    # Use the same random bits as the implementations, so that dropout is compared element by
     # element.
     keep = np.asarray(keep_factors(operands, recipe.dropout), np.float64) if recipe.dropout else 1.0
     return _Softmax(

@@ -325,7 +325,7 @@ def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
         out: jax.Array = einsum(a, b)
         return out
     # XLA for CPUs widens bfloat16 operands itself, but not in every layout: "Unsupported element
-    # type for DotThunk: BF16 x BF16 = F32".
+    # type for DotThunk: BF16 x BF16 = F32". So widen them here on CPUs.
     wide: jax.Array = jax.lax.platform_dependent(
         a,
         b,

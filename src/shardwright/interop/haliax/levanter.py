@@ -72,7 +72,7 @@ _INHERITED: Final = (
     "parameters have the mappings of trainer.mesh.shared_mapping too; in the first versions with "
     "trainer.mesh, they had those of param_mapping alone"
 )
-# Path of keys -> where it is written.
+# Path of keys -> where the value is written.
 _Places = Mapping[tuple[str, ...], str]
 
 

@@ -234,7 +234,8 @@ def _checkpoint(
         _check_experts(sources, config)
     shapes = {name: source.shape for name, source in tensors.items()}
     annotations = axes_of(shapes, config, axes=axes)
-    # Check missing tensors after unknown ones: with a wrong `model_type`, nearly all are both.
+    # Check missing tensors after unknown ones: with a wrong `model_type`, nearly all names are
+    # unknown, and nearly all expected names are missing.
     raise_problems(missing(tensors, config))
     if len(tensors) < len(sources):
         # A stack replaces its source tensors, but is a tensor itself, so add the stacks.

@@ -64,7 +64,7 @@ class Tensors:
             if "experts.#." in name
         }
         rows |= stacked
-        # The stack of a tensor of all layers has no number.
+        # The stack of a tensor over all layers has no layer number in its name.
         layers = {
             name.replace("#.", "", 1): f"layers {dims}"
             for name, dims in rows.items()
@@ -240,7 +240,7 @@ MIXTRAL_TENSORS = _decoder(
     ),
     parameters=_MIXTRAL_EXPERTS,
 )
-# Latent attention; queries of the small model have no latent.
+# DeepSeek has latent attention. The queries of its small model have no latent.
 DEEPSEEK_TENSORS = _decoder(
     "deepseek",
     {
@@ -368,7 +368,8 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "llama": _LLAMA,
         "mistral": _LLAMA,
-        # These models scale the residual or leave out rotations, which the decoder cannot do.
+        # The decoder cannot compute these models, which scale the residual or leave out rotations,
+        # so they have no reader.
         **dict.fromkeys(("smollm3", "granite"), Family(tensors=LLAMA_TENSORS)),
         "qwen2": _QWEN,
         "qwen3": _QWEN,

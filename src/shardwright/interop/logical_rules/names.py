@@ -212,7 +212,8 @@ def names_of_metadata(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
 def _choice(name: str) -> str:
     """Return an example with the axis that a name resembles, or the names of all axes."""
     axes = {file_name(axis): axis_label(axis) for axis in SEMANTIC_AXES}
-    # `mlp` is the start of `mlp_intermediate`, although spelling alone would not suggest it.
+    # A name may be the start of an axis, as `mlp` of `mlp_intermediate`, although spelling alone
+    # would not suggest the axis.
     begin = [other for other in axes if other.startswith(f"{name.lower()}_")]
     nearest = begin[0] if len(begin) == 1 else ""
     if similar := re.search("'(.+)'", did_you_mean(name, axes)):

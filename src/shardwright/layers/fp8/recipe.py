@@ -36,8 +36,8 @@ class DelayedScaling:
       LayerError: A value is not valid.
     """
 
-    # The defaults are those of TransformerEngine. Gradients spread over more powers of two than
-    # activations, and E5M2 has one more bit of exponent.
+    # The defaults are those of TransformerEngine. Gradients have E5M2, which has one more bit of
+    # exponent, because gradients spread over more powers of two than activations.
     margin: Annotated[int, integer(0, fix="pass margin=0")] = 0
     history: Annotated[int, integer(fix="pass history=1024")] = 1024
     algorithm: Annotated[str, one_of(("max", "most_recent"))] = "max"

@@ -156,7 +156,8 @@ def search_variants(
       ShardingError: `search` raises for every variant. This is the first error.
     """
     reports: dict[str, SearchReport] = {}
-    # A variant that fails, such as a batch that does not divide, does not end the search of others.
+    # A variant that fails, such as a batch that does not divide, does not end the search of other
+    # variants.
     errors: list[ShardingError] = []
     for label, program in variants.items():
         try:

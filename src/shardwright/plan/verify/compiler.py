@@ -171,7 +171,7 @@ def make_target(
     Raises:
       StrategyError: There is no compiler for the target, or it is not installed.
     """
-    # `jax.export` writes programs with flatbuffers
+    # `jax.export` writes programs with flatbuffers.
     if importlib.util.find_spec("flatbuffers") is None:
         raise StrategyError(
             "compiling a program needs flatbuffers, which is not installed",

@@ -172,7 +172,8 @@ def prove(
             right=_differing(found.right, compiled[1]),
             what=found.what,
         )
-    # Without collectives, programs sharded over other axes of one size may have equal text.
+    # Without collectives, programs sharded over other axes of the same size may have equal text. So
+    # compare the shardings.
     places = zip(compiled[0].placed, compiled[1].placed, strict=True)
     for name, (ours, theirs) in zip(("arguments", "results"), places, strict=True):
         if ours != theirs:

@@ -505,7 +505,7 @@ def _add_local(
             _labeled(
                 _born(name, _bytes(aval), used), getattr(aval, "dtype", ""), aval.shape, source
             )
-            # The result of an asynchronous collective is a future of its array.
+            # The result of an asynchronous collective is a future, whose `inner_aval` is the array.
             for aval in (getattr(each.aval, "inner_aval", each.aval) for each in equation.outvars)
         ]
         held.update(zip(equation.outvars, births, strict=True))

@@ -87,7 +87,8 @@ def cross_attention_of(
     if start is not None:
         fields["start"] = start
     if start is not None and layer.window_size is not None and mask is not None:
-        # The attention module counts its window from its first row.
+        # The attention module would count its window from its first row, so put the window into the
+        # mask here.
         lengths = [each.shape[0 if layer.transpose_batch_sequence else 1] for each in inputs]
         config = ScoreConfig(mask_type="padding", window=layer.window_size)
         mask = hidden_pairs(config, *lengths, mask=mask, start=start)
