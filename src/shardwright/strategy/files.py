@@ -172,7 +172,7 @@ def _table_of(source: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-# The parts of this pattern overlap in spaces, which takes quadratic time, so match short lines only.
+# The parts of this pattern overlap in spaces, which takes quadratic time: match short lines only.
 _BARE = re.compile(r"^\s*([\w.-]+)\s*=\s*([A-Za-z?|-][\w+|? -]*?)\s*(?:#.*)?$")
 
 
