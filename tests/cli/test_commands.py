@@ -90,7 +90,7 @@ def test_help_explains_exit_codes(command: str, tmp_path: Path) -> None:
     code, out, _ = run(f"{command} --help", tmp_path)
     assert code == 0
     assert "exit codes: 0 " in out
-    assert "2 the question is wrong" in " ".join(out.split())
+    assert "2 the arguments are wrong" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

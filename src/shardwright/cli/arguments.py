@@ -12,7 +12,7 @@ from shardwright.cli.show import LEAST_WIDTH
 from shardwright.vocabulary.shown import WIDTH
 
 STRATEGY_HELP = 'a preset, or a .toml or .json file; "base | overlay" combines two'
-EXIT_CODES = "2 the question is wrong, or a file, a mesh or a program cannot be read"
+EXIT_CODES = "2 the arguments are wrong, or a file, a mesh or a program cannot be read"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,7 +76,7 @@ def wrapped(text: str, width: int) -> str:
 class _Once(argparse.Action):
     """Store an option, and refuse it a second time.
 
-    Whoever gives it twice wants an overlay, or one of two values.
+    A user who gives an option twice wants an overlay, or only one of the two values.
     """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:

@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check, print and return the exit code.
 
     Raises:
-      ShardingError: The question is invalid.
+      ShardingError: The arguments are invalid, or an input cannot be read.
     """
     strategies = [
         *arguments.strategies,
@@ -154,10 +154,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_settings(
     texts: Sequence[str], arguments: argparse.Namespace
 ) -> tuple[set[str], list[Setting], list[Checked]]:
-    """Return what models need of the strategies beside them on the command line.
+    """Return what the models on the command line need from the strategies there.
 
-    A model needs the axes that the strategies declare, and each strategy with its mesh. For a
-    strategy without a mesh of known sizes, return a note instead.
+    Models need the axes that the strategies declare, and each strategy as a `Setting` on its mesh.
+    A strategy whose mesh has an unknown size gets a note in place of a setting.
     """
     own_axes: set[str] = set()
     settings: list[Setting] = []
@@ -270,7 +270,7 @@ def _counts_text(findings: Sequence[Finding]) -> str:
 
 
 def check_memory(strategy: Strategy, programs: Mapping[str, Program]) -> Iterator[Finding]:
-    """Yield state on the host that is not donated, and saved names that the program lacks.
+    """Yield findings: state on the host that is not donated, and names to save that no value has.
 
     Args:
       strategy: The strategy.

@@ -243,7 +243,10 @@ def _annotated(tree: Any, specs: Any, held: Any) -> list[tuple[Any, Any]]:
 
 
 def _seed(annotation: Any, leaf: Any) -> Any:
-    """Return the seed of an input. A layout or a spec names no axes of a dim."""
+    """Return the seed of an input.
+
+    A layout or a spec gives none, because it names no axis of a dim.
+    """
     axes = annotation.axes if isinstance(annotation, ArraySpec) else annotation
     is_axes = isinstance(axes, (tuple, list)) and len(axes) == len(leaf.shape)
     if not is_axes or isinstance(axes, PartitionSpec) or is_layout(axes):

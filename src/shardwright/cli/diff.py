@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare, print and return the exit code.
 
     Raises:
-      ShardingError: The question is invalid.
+      ShardingError: The arguments are invalid, or an input cannot be read.
     """
     if arguments.markdown and arguments.json:
         raise StrategyError("--markdown and --json exclude each other", fix="leave one out")

@@ -1,4 +1,4 @@
-"""Exit codes: 2 for a question that is wrong or cannot be read, 1 for a problem that was found."""
+"""Exit codes: 2 if the arguments are wrong or an input cannot be read, 1 if a problem was found."""
 
 from __future__ import annotations
 

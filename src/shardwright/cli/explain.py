@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Explain, print and return the exit code.
 
     Raises:
-      ShardingError: The question is invalid.
+      ShardingError: The arguments are invalid, or an input cannot be read.
     """
     single = {
         "axes": bool(arguments.axes),
@@ -263,7 +263,7 @@ def _modes_text(names: Sequence[str], modes: Mapping[str, Any]) -> str:
 
 
 def _with_fix(problems: Iterable[Problem], *, sizes: str) -> tuple[Problem, ...]:
-    """Return problems; for a missing shape, the fix says where to give the sizes."""
+    """Return the problems. The fix of a missing shape says where to give the sizes."""
     return tuple(
         dataclasses.replace(problem, fix=sizes) if problem.error is ShapeRequiredError else problem
         for problem in problems

@@ -44,9 +44,9 @@ def rename(text: str, line: int, old: str, new: str) -> str:
 
 
 def set_value(text: str, table: KeyPath, key: str, value: str | int) -> str:
-    """Return TOML text with another value of a key. A missing table or key is added at its end.
+    """Return TOML text with another value of a key. A missing table or key is added.
 
-    The text is returned unchanged if the table is an array of tables, whose chains interleave.
+    If `table` names a whole array of tables, and no entry of it, the text is returned unchanged.
 
     Raises:
       StrategyError: tomlkit is not installed.
@@ -89,7 +89,7 @@ class Tried:
 
     Attributes:
       findings: What is wrong.
-      results: The specs of tensors, or the plans of programs, that exist.
+      results: The specs of all tensors, or the plans of all programs, that have no problem.
     """
 
     findings: tuple[Finding, ...]

@@ -242,7 +242,7 @@ def read_name(text: str) -> tuple[str, Any]:
 
 
 def _axis_of(target: Any) -> str:
-    """Return the axis of a target, which may have a role."""
+    """Return the axis of a target. A target is an axis, or an axis with a role."""
     axis: str = target if isinstance(target, str) else target[0]
     return axis
 

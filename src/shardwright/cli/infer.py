@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Infer, print and return the exit code.
 
     Raises:
-      ShardingError: The question is invalid.
+      ShardingError: The arguments are invalid, or an input cannot be read.
     """
     model = read_model(arguments.model, arguments.params, arguments.input)
     own_axes = read_strategy(arguments.strategy)[0].axes if arguments.strategy else ()

@@ -193,7 +193,7 @@ def read_setting(strategy: str, *, mesh: str | None, devices: int | None) -> Set
 
 
 def make_setting(combined: Any, label: str, *, mesh: str | None, devices: int | None) -> Setting:
-    """Put a strategy that is loaded on a mesh without devices, as `read_setting` does.
+    """Put a loaded strategy on a mesh without devices, as `read_setting` does.
 
     Raises:
       ShardingError: A mesh cannot be read, or the strategy does not fit it.
@@ -209,7 +209,7 @@ def make_setting(combined: Any, label: str, *, mesh: str | None, devices: int | 
 
 
 def read_slice(name: str | None, hardware: str | None) -> Topology | None:
-    """Return the slice of `--topology`, with the chips of `--hardware`; None if none is given.
+    """Return the slice of `--topology`, with the chips of `--hardware`. None without `--topology`.
 
     Raises:
       ShardingError: There is no such slice, or there are chips without a slice.

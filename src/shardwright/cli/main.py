@@ -4,7 +4,7 @@ Exit codes are the same for every command:
 - 0: the command succeeded;
 - 1: everything was read, and a problem was found (an array without a spec, an error among the
   findings, or with --exit-code a difference);
-- 2: the question is wrong, or a file, a mesh or a program cannot be read;
+- 2: the arguments are wrong, or a file, a mesh or a program cannot be read;
 - 70: a defect of shardwright;
 - 130: interrupted.
 """

@@ -137,7 +137,8 @@ class _Params:
 
         Args:
           arrays: One per array of the parameters.
-          others: Whether functions and numbers are returned too. By default they are None.
+          others: Whether to return the functions and numbers too. By default, None takes their
+            place.
         """
         remaining = iter(arrays)
         leaves = []
@@ -149,7 +150,7 @@ class _Params:
         return jax.tree.unflatten(self.tree, leaves)
 
     def forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of the arrays that calls another one with the whole parameters."""
+        """Return a function that takes the arrays and calls `function` with all parameters."""
         if all(leaf is _ARRAY or is_array_spec(leaf) for leaf in self.leaves):
             return function
 

@@ -1,4 +1,4 @@
-"""`shardwright open`: the plans of many candidates as one HTML page, in which a reader explores."""
+"""`shardwright open`: the plans of many candidates as one HTML page for a reader to explore."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, write the page and return the exit code.
 
     Raises:
-      ShardingError: The question is invalid.
+      ShardingError: The arguments are invalid, or an input cannot be read.
     """
     topology = read_slice(arguments.topology, arguments.hardware)
     errors: dict[str, ShardingError] = {}
@@ -137,7 +137,7 @@ def _given(
     """Plan the given strategies on the given meshes.
 
     Raises:
-      ShardingError: The question is invalid.
+      ShardingError: The arguments are invalid, or an input cannot be read.
     """
     if arguments.strategy is None:
         raise StrategyError("--mesh needs a strategy", fix="add --strategy fsdp_tp")

@@ -147,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, print and return the exit code.
 
     Raises:
-      ShardingError: The question is invalid.
+      ShardingError: The arguments are invalid, or an input cannot be read.
     """
     topology = read_topology(arguments)
     check_verify_options(arguments, topology)

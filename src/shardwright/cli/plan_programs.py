@@ -34,7 +34,7 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
     """Plan the programs of a file, print, and return the exit code.
 
     Raises:
-      ShardingError: The question is invalid.
+      ShardingError: The arguments are invalid, or an input cannot be read.
     """
     notes: list[str] = []
     programs = read_programs(

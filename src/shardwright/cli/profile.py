@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan the model, read the profile, print both and return the exit code.
 
     Raises:
-      ShardingError: The question is invalid.
+      ShardingError: The arguments are invalid, or an input cannot be read.
     """
     topology = read_topology(arguments)
     devices = arguments.devices if topology is None else topology.devices

@@ -112,7 +112,10 @@ def read_programs(
 
 
 def _how_to_return(model: str, function: Callable[..., Any], options: Mapping[str, Any]) -> str:
-    """Return how to plan a function with required arguments, or how to pass them; or ""."""
+    """Return a hint for a function with required arguments, or "" if it has none.
+
+    The hint says how to plan the function itself, and how to pass the arguments.
+    """
     required = [
         argument.name
         for argument in inspect.signature(function).parameters.values()

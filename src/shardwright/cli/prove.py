@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Compile both sides, compare, print and return the exit code.
 
     Raises:
-      ShardingError: The question is invalid, or a side cannot be compiled.
+      ShardingError: The arguments are invalid, or a side cannot be compiled.
     """
     topology = None
     if arguments.topology is not None:

@@ -64,7 +64,7 @@ def read_module(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def user_code(what: str, *, locate: bool = False) -> Iterator[None]:
-    """Run code of a user. What it raises becomes an error that names the line of their file.
+    """Run code of a user. An exception becomes an error that names the line of the user's file.
 
     Args:
       what: Name of the code in messages.
@@ -95,10 +95,12 @@ def user_code(what: str, *, locate: bool = False) -> Iterator[None]:
 def check_call(
     name: str, function: Callable[..., Any], *arguments: Any, fix: str = "", **options: Any
 ) -> None:
-    """Check that a function takes arguments, before a TypeError may come from inside of it.
+    """Check that a function takes these arguments.
+
+    If a call were tried instead, a TypeError could also come from inside the function.
 
     Raises:
-      StrategyError: It does not take them.
+      StrategyError: The function does not take the arguments.
     """
     try:
         inspect.signature(function).bind(*arguments, **options)

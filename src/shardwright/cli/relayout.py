@@ -32,7 +32,8 @@ def relayout_lines(
       before: Programs of the source by mode.
       after: Programs of the target by mode.
 
-    The arrays are those of the source. Both programs must have equally many parameters.
+    The moved arrays are those of the source's program. Both programs must have the same number of
+    parameters.
     """
     name = f"from {source.name} on {source.mesh} to {target.name} on {target.mesh}"
     # The modes of a group share the weights, so its first mode stands for all.
@@ -70,5 +71,5 @@ def _weights(program: Program) -> tuple[Any, Any] | None:
 
 
 def _numbers(tree: Any) -> int:
-    """Return how many numbers the arrays of a tree have."""
+    """Return the number of elements of all arrays of a tree."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))

@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Search, print and return the exit code.
 
     Raises:
-      ShardingError: The question is invalid.
+      ShardingError: The arguments are invalid, or an input cannot be read.
     """
     topology = parse_topology(arguments.topology, read_hardware(arguments.hardware))
     # Make the folder of --out before the search, which may take minutes.
@@ -254,7 +254,10 @@ def search_groups(
 
 @contextlib.contextmanager
 def _stoppable(show: ProgressLine) -> Iterator[Callable[[object], bool]]:
-    """Yield the progress of a search that the first Ctrl-C stops. A second one ends the command."""
+    """Yield a progress function.
+
+    The first Ctrl-C stops the search, the second one ends the command.
+    """
     stopped: list[int] = []
 
     def stop(number: int, _: object) -> None:

@@ -68,9 +68,9 @@ def print_json(data: Any) -> None:
 
 
 class ProgressLine:
-    """Progress on stderr: on a terminal a line that is written again and again.
+    """Progress on stderr. On a terminal, one line is overwritten.
 
-    Elsewhere, such as in the log of CI, a new line every ten seconds.
+    Elsewhere, such as in the log of CI, a new line is printed every ten seconds.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class ProgressLine:
         self._due = 0.0 if self._terminal else self._started + self._every
 
     def __call__(self, state: Any) -> None:
-        """Show a state and the seconds since the start, at most once in the time between two lines.
+        """Show a state and the seconds since the start, unless the last line is too recent.
 
         Candidates differ too much in cost to estimate the time that is left.
         """

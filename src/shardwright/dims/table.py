@@ -40,8 +40,8 @@ class FactorRole(enum.Enum):
 class Correspondence:
     """How the dims of operands and results correspond.
 
-    Equal numbers are equal factors. `(12, 8)` reshaped to `(12, 2, 4)` has the factors 12, 2 and 4,
-    and its second dim the factors `(1, 2)`.
+    Equal numbers are equal factors. For example, a reshape of `(12, 8)` to `(12, 2, 4)` has factors
+    0, 1 and 2, of sizes 12, 2 and 4. The second dim of the operand has the factors `(1, 2)`.
 
     Attributes:
       sizes: Size of each factor.
@@ -49,7 +49,7 @@ class Correspondence:
       operands: Factors of the dims of each operand.
       results: Factors of the dims of each result.
       shardable: The factors that may stay sharded: not `CHANGED`, and the major one of each dim. A
-        minor factor may, too, if the factors before it have a device for each element.
+        minor factor may stay sharded too, if the factors before it have a device for each element.
       adds: Whether the primitive may run on the terms of a sum, before they are added.
     """
 
@@ -150,7 +150,7 @@ def reshape(old: DimSizes, new: DimSizes) -> Correspondence:
     """Return how the dims of a reshape correspond: by the largest factors that both shapes have.
 
     Where the boundaries of the dims do not match, factors are `CHANGED` up to the next boundary
-    that does.
+    that matches.
     """
     sizes: list[int] = []
     roles: dict[int, FactorRole] = {}
@@ -199,7 +199,7 @@ def reduction(
 
 @functools.lru_cache(maxsize=4096)
 def along(shapes: tuple[DimSizes, ...], results: int, dims: tuple[int, ...]) -> Correspondence:
-    """Return how dims correspond if shapes stay, and elements need others along some dims."""
+    """Return how dims correspond if shapes stay, and results need the whole of some dims."""
     every = [(dim,) for dim in range(len(shapes[0]))]
     roles = dict.fromkeys(dims, FactorRole.CHANGED)
     return _made(shapes[0], [every] * len(shapes), [every] * results, roles=roles)

@@ -1,4 +1,4 @@
-"""Windows: which elements of an operand each element of a convolution or a pooling needs."""
+"""Windows: the elements of an operand from which a convolution or a pooling makes one result."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class SlidingWindow:
 
     @property
     def is_apart(self) -> bool:
-        """Whether no element of the operand is in two windows, or is padding."""
+        """Whether each element of the operand is in at most one window, and there is no padding."""
         return self == SlidingWindow(size=self.size, stride=self.size)
 
     def swapped(self, result: int) -> SlidingWindow:
-        """Return the transposed window: its results are the elements of this one, and the reverse.
+        """Return the transposed window, which maps the results of this window to its elements.
 
-        If the window itself is sharded, as in the gradient of a kernel, its parts move over the
-        operand like results of this window.
+        If the window itself is sharded, as in the gradient of a kernel, the parts of the window
+        move over the operand like results of this window.
         """
         return dataclasses.replace(self, size=result, stride=self.dilation, dilation=self.stride)
 
@@ -48,8 +48,9 @@ class SlidingWindow:
           parts: Number of parts of both. Where a size does not divide, the last part is padded.
 
         Returns:
-          Elements of the part before, and of the part after, and how many elements the windows of a
-          part span, padding included. None if a part needs more elements than its neighbor has.
+          Three numbers: the elements needed from the part before, those needed from the part after,
+          and the elements that the windows of a part span, padding included. None if a part needs
+          more elements than its neighbor has.
         """
         own, made = -(-operand // parts), -(-result // parts)
         # The first part has no neighbor before it, and the last one none after it.

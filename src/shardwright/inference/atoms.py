@@ -28,8 +28,8 @@ class Atom:
       learned: Whether it is a factor of a parameter's dim, or of a slice of such a dim.
       counts: Whether an iota counts along it.
       nonlinear: Whether an activation function was applied to it.
-      residual: Whether a residual addition along it adds an activation to a value computed from it.
-      routed: Whether activations choose along it, by one-hot rows or by a scatter.
+      residual: Whether it is a dim of a residual addition, `x + f(x)`.
+      routed: Whether activations choose elements along it, by one-hot rows or by a scatter.
       given: Whether it is a dim of an input.
       resized: Whether an operation on activations makes it from a dim of another size, such as a
         stride or a concatenation.

@@ -91,7 +91,7 @@ def _scores(matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> Scores |
     """Return a matmul as queries times keys, or None if it is another matmul.
 
     Queries and keys both have positions, and the matmul sums over a dim that comes from a weight.
-    If only one of them has positions, another matmul must sum over these.
+    If only one of them has positions, another matmul must sum over these positions.
     """
     left, right = _factors(matmul.left), _factors(matmul.right)
     contracted = _factors(matmul.contracted)
@@ -164,8 +164,9 @@ def _name_scores(names: Names, scores: Scores, uses: Uses) -> None:
 def _heads(batch: Iterable[Atom], uses: Uses) -> tuple[list[Atom], bool]:
     """Return the heads among the factors of batch dims, and whether this is a guess.
 
-    A weight sums over heads after attention. If none does, weights are not stacked along heads. Any
-    other batch dim counts several models or several stages.
+    After attention, a weight usually sums over the heads. If no weight does, the heads are the dims
+    along which no weights are stacked. If weights are stacked along all dims, the heads are a
+    guess: the dims may also count models or stages.
     """
     heads = [atom for atom in batch if atom.learned and atom.name in ("", *_HEADS)]
     read = [atom for atom in heads if atom in uses.summed]
@@ -188,7 +189,7 @@ def _grouped(heads: list[Atom]) -> tuple[list[Atom], list[Atom]]:
     """Return heads as (kv heads, query heads per kv head).
 
     Fewer parameters have the second factor, because keys and values do not have it. If there are
-    not two such factors, return (heads, nothing).
+    not two such factors, return (heads, []).
     """
     most = max((len(atom.params) for atom in heads), default=0)
     kv_heads = [atom for atom in heads if len(atom.params) == most]

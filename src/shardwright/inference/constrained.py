@@ -139,8 +139,8 @@ def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
 def _compare(program: Sequence[str], inferred: Sequence[str]) -> None:
     """Refuse a program that has other operations than the inferred one.
 
-    The place of a constraint is the index of an equation, which would be another intermediate
-    there.
+    The place of a constraint is the index of an equation. In another program, the equation of this
+    index makes another intermediate.
     """
     pairs = enumerate(itertools.zip_longest(program, inferred, fillvalue="nothing"))
     for at, (here, there) in pairs:

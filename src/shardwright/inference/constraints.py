@@ -79,9 +79,9 @@ def choose(
 ) -> tuple[tuple[Constraint, ...], Mapping[str, int]]:
     """Return the constraints of a program, and the number of other intermediates by reason.
 
-    An intermediate gets one if every dim has a name that is not a guess, one of the dims is BATCH,
-    and an axis of `KINDS` is among them. The result of fused projections gets none: one of its dims
-    holds the heads of all of them, and is then cut into slices.
+    An intermediate gets a constraint if every dim has a name that is not a guess, one of the dims
+    is BATCH, and an axis of `KINDS` is among them. The result of fused projections gets none: one
+    of its dims holds the heads of all projections, and is then cut into slices.
     """
     cut = {
         atom for dim_slice in slices for atom in finest(dim_slice.whole) if atom.name in _SHARDED

@@ -26,7 +26,8 @@ def rebuilds(equation: Any) -> bool:
 def scan(step: InferenceStep) -> list[ArrayFacts]:
     """Walk the body once. A carry keeps its dims.
 
-    All scanned arrays have the first dim in common. If parameters are among them, it is recorded.
+    All scanned arrays have the first dim in common. If parameters are among these arrays, the scan
+    is recorded.
     """
     (loop_body,) = bodies(step.equation)
     constants, carries = loop_body.fixed, loop_body.carried
@@ -121,7 +122,7 @@ def call(step: InferenceStep) -> list[ArrayFacts] | None:
 
 
 def _carried(step: InferenceStep, starts: Sequence[ArrayFacts]) -> list[ArrayFacts]:
-    """Return the initial values of carries. Arrays depend on everything that the loop reads.
+    """Return the initial values of carries, where arrays depend on everything that the loop reads.
 
     The reason is accumulators: they start as zeros, which depend on nothing, and become results of
     the loop. Scalars stay as they are, because they are often counters.

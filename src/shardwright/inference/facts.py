@@ -14,7 +14,9 @@ from shardwright.inference.evidence import EquationLocation, Evidence
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ActivationOrigin:
-    """The origin of an activation. What is computed elementwise from it keeps its origin.
+    """The origin of an activation.
+
+    A value that is computed elementwise from the activation has the same origin.
 
     Attributes:
       parents: The origins of the operands that it is computed from.

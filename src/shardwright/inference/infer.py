@@ -212,7 +212,7 @@ def _check_axes(
     """Check that every name of a seed or a size is an axis.
 
     Raises:
-      UnknownAxisError: Some are not; all are reported at once.
+      UnknownAxisError: Some names are not axes. The error lists all of them.
     """
     places = [
         (f"seed {at}", atom.name)

@@ -164,7 +164,7 @@ def _has(dims: Iterable[AtomDim], axis: str) -> bool:
 
 
 def outputs_of(projections: Iterable[Matmul]) -> dict[Atom, EquationLocation]:
-    """Return the output dims of weights, each with its first equation."""
+    """Return the output dims of weights, each with the first matmul that makes the dim."""
     outputs: dict[Atom, EquationLocation] = {}
     for matmul in projections:
         for dim in matmul.right:
@@ -187,8 +187,8 @@ def summed_over(projections: Iterable[Matmul]) -> set[Atom]:
 def name_rows(names: Names, dims: Iterable[AtomDim]) -> None:
     """Name dims of parameters EMPTY if single rows are taken from them.
 
-    If it is a whole dim, the name is a guess, because it may be the dim of layers. If it is a
-    factor, such as the 3 in `3 * heads * head_dim`, it is the number of fused weights.
+    The name of a whole dim is a guess, because the dim may be that of layers. A factor of a dim,
+    such as the 3 in `3 * heads * head_dim`, is the number of fused weights.
     """
     factors = {atom for dim in dims if len(finest(dim)) > 1 for atom in finest(dim)}
     for use in names.facts.rows:

@@ -64,7 +64,10 @@ def cut(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def _every(step: InferenceStep, whole: AtomDim, size: int, stride: int) -> AtomDim:
-    """Return the dim that keeps one of `stride` elements: the major factor of the whole dim."""
+    """Return the dim of a strided slice.
+
+    If the stride divides the dim, it is the dim's major factor.
+    """
     if size * stride != size_of(finest(whole)):
         return dim_slice(step, whole, size)
     # Interleaved gate and up make a dim (elements, 2). A stride of 2 takes one of the two.

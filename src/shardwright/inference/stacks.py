@@ -12,14 +12,14 @@ from shardwright.vocabulary.axes import EXPERT, HEAD, HEAD_DIM, LAYERS, VOCAB
 
 
 def name_layers(names: Names) -> None:
-    """Name the dim of stacked layers: each layer of the stack computes the carry of a scan anew."""
+    """Name the dim of stacked layers: a scan over this dim multiplies its carry by weights."""
     for scan in names.facts.scans:
         if scan.is_of_layers:
             names.give(scan.dim, LAYERS, Evidence("scanned over", scan.location), sure=True)
 
 
 def guess_scanned(names: Names) -> None:
-    """Guess the names of other dims of parameters that a scan runs along.
+    """Guess the names of the other dims along which scans run over parameters.
 
     If the scan also runs over activations, such as the weights that a router gives to experts, the
     dim is EXPERT, else LAYERS.
@@ -75,7 +75,7 @@ def name_experts(names: Names) -> None:
 
 
 def _blocks(dim: AtomDim, matmul: Matmul) -> list[AtomDim]:
-    """Return the dims that are summed over and that one parameter joins with a batch dim."""
+    """Return the contracted dims that are factors of the same dim of a parameter as `dim`."""
     places = {place for atom in finest(dim) for place in atom.params}
     return [
         each

@@ -60,8 +60,8 @@ def guess_tables(names: Names, results: Sequence[ArrayFacts]) -> None:
 def _name_row(names: Names, lookup: TableLookup, *, guess: bool) -> None:
     """Name the row of a table EMBED.
 
-    It is a guess if the row has several dims, or if it has the size of the table and no weight
-    reads it: the rows of a table of bigrams are logits.
+    The name is a guess if the row has several dims. It is also a guess if the row is as long as the
+    table and no weight reads the row: such rows may be logits, as in a table of bigrams.
     """
     dims = [dim for dim in lookup.row if finest(dim)]
     is_square = len(dims) == 1 and size_of(finest(dims[0])) == _rows(lookup)
@@ -74,11 +74,12 @@ def _name_row(names: Names, lookup: TableLookup, *, guess: bool) -> None:
 
 
 def _tables(facts: Facts, results: Sequence[ArrayFacts]) -> list[Tables]:
-    """Return the tables that are looked up by the inputs, by kind of index.
+    """Return the tables that are looked up by the inputs, grouped by kind of index.
 
-    The indices are tokens if the logits count along the table. They also are tokens if they have a
-    length, and only this table has as many rows as there are logits. Without logits, they are
-    tokens if they have a length and the model reads nothing else.
+    The indices are tokens if the last dim of the logits is the dim of the table, as in a tied
+    model. They are also tokens if they have a length, and only this table has as many rows as there
+    are logits. Without logits, they are tokens if they have a length and the model reads nothing
+    else.
     """
     groups = _grouped(
         lookup for lookup in facts.lookups if not lookup.of_data and lookup.depends_on == "inputs"
@@ -106,7 +107,7 @@ def _tables(facts: Facts, results: Sequence[ArrayFacts]) -> list[Tables]:
 
 
 def _grouped(lookups: Iterable[TableLookup]) -> list[list[TableLookup]]:
-    """Group lookups in one table, and by the same inputs in tables of as many rows."""
+    """Group lookups of one table, and lookups by the same inputs of tables with as many rows."""
     groups: list[list[TableLookup]] = []
     for lookup in lookups:
         key, kind = finest(lookup.key), (lookup.inputs, _rows(lookup))
@@ -128,7 +129,10 @@ def _has_length(group: Iterable[TableLookup]) -> bool:
 
 
 def _reads_others(facts: Facts, group: Iterable[TableLookup]) -> bool:
-    """Tell whether the model reads features beside a table. Its indices may then be positions."""
+    """Tell whether the model also reads features.
+
+    If it does, the indices of a table may be positions, not tokens.
+    """
     is_added = any(atom.given for lookup in group for dim in lookup.row for atom in finest(dim))
     return is_added or any(matmul.reads_inputs for matmul in facts.projections)
 

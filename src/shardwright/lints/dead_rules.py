@@ -147,8 +147,8 @@ def _shadower(
 def mode_changes_nothing(subject: Subject) -> Iterator[Finding]:
     """Yield tables of a mode, or rules in them, that equal what the mode inherits.
 
-    Under `order = "rules"` a line also gives its rule a place in the order. Then only empty tables
-    are reported.
+    Under `order = "rules"`, even a line that repeats an inherited rule gives that rule a place in
+    the order. So only empty tables are reported then.
     """
     is_ordered = subject.rules.policy.order is Order.RULES
     for table, rules in subject.tables.items():
@@ -250,7 +250,7 @@ def _moved(subject: Subject, axis: str, mode: str) -> bool:
 
 
 def _weights(subject: Subject, mode: str) -> dict[str, Rule]:
-    """Return the rules of weights in a mode, for the axes that some mode states for weights."""
+    """Return a mode's rules of weights, for those axes that a table `[modes.M.params]` names."""
     stated = {
         axis
         for table, rules in subject.tables.items()

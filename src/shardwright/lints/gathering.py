@@ -109,7 +109,10 @@ def _activation_axes(subject: Subject, axis: str, mode: str) -> tuple[str, ...]:
 
 
 def _has_parameter(subject: Subject, axis: str) -> bool:
-    """Tell whether a parameter of the tree has an axis, or any. Without a tree, return True."""
+    """Tell whether a parameter of the tree has an axis. Without a tree, return True.
+
+    If `axis` is empty, any axis counts.
+    """
     axes = subject.axes_of(Role.PARAM)
     return subject.tensors is None or axis in axes or (not axis and bool(axes))
 

@@ -221,9 +221,9 @@ def _parallelism(axis: str) -> str:
 
 
 def _used(subject: Subject) -> set[str]:
-    """Return the mesh axes over which a tensor is sharded, or would be without its problem.
+    """Return the mesh axes that shard a tensor of the tree, or would if it had no problem.
 
-    The mesh axes of rules are added for roles that the tree lacks.
+    For roles that no tensor of the tree has, the mesh axes of the rules are added.
     """
     used: set[str] = set()
     for answer in subject.answers:

@@ -56,7 +56,7 @@ class Subject:
       file: The name of the file in which the user changes rules.
       own_mesh: Whether the mesh is the strategy's own.
       sizes: Size of each mesh axis; -1 if it depends on the number of devices.
-      crossing: Mesh axes that cross slices, at least with a part of their devices.
+      crossing: Mesh axes that cross slices, fully or in part.
       tensors: Tensors of the tree, or None.
       used: Axes of the tree's tensors, by role (activation or param).
       answers: The resolution of each tensor in each mode; on a mesh of one device if sizes are

@@ -50,7 +50,7 @@ def unresolved_finding(problem: Problem, *, file: str, modes: str = "") -> Findi
     Args:
       problem: Its problem.
       file: The file in which the user of the strategy changes rules.
-      modes: The end of the message.
+      modes: Text on the modes, with which the message ends.
     """
     return Finding(
         code=_code(problem),

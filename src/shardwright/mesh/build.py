@@ -60,9 +60,10 @@ def create_mesh(
         the device order instead of following the topology inside each slice.
       axis_names: Names for sizes without names. Defaults to ("dp", "fsdp", "tp", "sp").
       backend: Platform, such as "cpu". Defaults to JAX's.
-      devices: Devices to use. Defaults to all devices of the backend. Without a -1 the mesh takes
-        the first of them, as many as it needs.
-      axis_types: "auto" or "explicit" for all axes, or by name, with auto for the others.
+      devices: Devices to use. Defaults to all devices of the backend. Without a -1, the mesh uses
+        only as many of the first devices as it needs.
+      axis_types: "auto" or "explicit" for all axes, or a mapping of axis name to type. Axes without
+        a type are auto.
       dcn: The part of each axis that crosses slices, `{"dp": 2}`. By default, the slices split the
         first of pp, dp and fsdp whose size is a multiple of the number of slices. If the platform
         has no slices and `dcn` is given, each process counts as a slice.
@@ -351,9 +352,9 @@ def _dcn(spec: MeshSpec, slices: Mapping[int, Sequence[Any]]) -> tuple[int, ...]
 
 
 def default_dcn(spec: MeshSpec, count: int, *, group: str = "slice") -> tuple[int, ...]:
-    """Return the part of each axis that crosses a number of slices, if the mesh does not say.
+    """Return the part of each axis that crosses `count` slices, if the mesh does not state it.
 
-    Errors say `group` in place of slice: of GPUs, it is `domain`.
+    Errors use the word `group` for a slice: for GPUs, it is `domain`.
 
     Raises:
       MeshSpecError: No pipeline or data axis can be split over the slices.

@@ -109,8 +109,8 @@ def resolve_sizes(spec: MeshSpec, count: int, *, hint: str = "") -> MeshSpec:
       hint: Text to add to the fix of an error: how to get more devices.
 
     Raises:
-      MeshSpecError: There are too few devices, their number does not divide, or a dcn part does not
-        divide its axis.
+      MeshSpecError: There are too few devices, their number is not divisible by the given sizes, or
+        a dcn part does not divide its axis.
 
     >>> str(resolve_sizes(parse_mesh("dp:2,fsdp:-1,tp:2"), 8))
     'dp:2,fsdp:2,tp:2'

@@ -47,7 +47,7 @@ def changes_text(comparison: PlanComparison, *, rows: int | None = None, width: 
 
 
 def _moved_lines(comparison: PlanComparison) -> list[str]:
-    """Return a line that names the lines of the model whose numbers changed, if there are any."""
+    """Return one line that lists the lines of the model whose line numbers changed, or no line."""
     places = [_place_text(old, new) for old, new in comparison.moved.items()]
     more = f" and {len(places) - _MOVED} more" if len(places) > _MOVED else ""
     return [f"moved: {', '.join(places[:_MOVED])}{more}"] if places else []

@@ -21,7 +21,9 @@ def collectives_text(
     rows: int | None = None,
     width: int = WIDTH,
 ) -> str:
-    """Return a table of collectives, most bytes first. Equal ones of one source line share a row.
+    """Return a table of collectives, most bytes first.
+
+    Equal collectives of one source line share a row.
 
     Args:
       found: Result of `shardwright.plan.read_collectives`, or a part of it.

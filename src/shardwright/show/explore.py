@@ -1,4 +1,4 @@
-"""Show plans of several candidates as one HTML page, in which a reader chooses and compares them.
+"""Show plans of several candidates as one HTML page, where a reader chooses and compares plans.
 
 The page is one file that loads nothing. It has its data as JSON; `explore.js` draws them.
 """
@@ -250,7 +250,8 @@ def _annotated(
 ) -> list[list[Any]]:
     """Return rows as `_tensors` does, for activations and for weights as they are used.
 
-    An annotation without a path has its line in place of it. Equal ones share a row.
+    An annotation without a path has its source line in place of the path. Equal annotations share a
+    row.
     """
     rows: dict[tuple[Any, ...], dict[str, None]] = {}
     for each in requests:

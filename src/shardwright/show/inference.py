@@ -172,7 +172,7 @@ def path_rules(inferred: Inferred) -> Iterator[PathRule]:
 
 
 def _counting(paths: Sequence[str], rows: Mapping[str, ReportRow]) -> frozenset[int]:
-    """Return the positions of numbers in similar paths that do not affect shapes or axes."""
+    """Return the positions, in similar paths, of the numbers that affect no shape and no axis."""
     every = frozenset(range(len(_NUMBER.findall(paths[0]))))
     # First try all numbers, then all but one, starting with the last number. In
     # `layers/3/heads/0/w` the layers usually agree, and the parts of a layer may differ.

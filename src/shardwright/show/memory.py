@@ -73,7 +73,7 @@ def _tree_bytes(tree: TreeBytes) -> dict[str, Any]:
 
 @data_of.register(LeafBytes)
 def _leaf_bytes(leaf: LeafBytes) -> dict[str, Any]:
-    """Return counts. The spec is one list of mesh axes per dim."""
+    """Return the bytes of one array as plain data. The spec is one list of mesh axes per dim."""
     entries = None if leaf.spec is None else leaf.spec.partitions
     spec = None if entries is None else [list(entry_names(entry)) for entry in entries]
     return {**fields_of(leaf), "spec": spec, **named(leaf, "held", "replicated")}

@@ -13,9 +13,9 @@ from shardwright.vocabulary.shown import data_of, function_for
 def plain(value: Any) -> Any:
     """Return a value as plain data.
 
-    Tuples are lists, and members of enumerations are text. A dataclass becomes the result of its
-    function in this room, or of its `to_json` if a `from_json` reads it back, or else all of its
-    fields.
+    Tuples become lists, and members of enumerations become text. A dataclass with `from_json`
+    becomes the result of its `to_json`. Any other dataclass becomes the result of its function in
+    this room, or else all of its fields.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # `from_json` of the class reads this format, so the class itself writes it.

@@ -17,7 +17,7 @@ from shardwright.vocabulary.units import bytes_text, seconds_text
 
 
 def search_text(found: SearchReport, *, rows: int | None = None, width: int = WIDTH) -> str:
-    """Return the candidate to use in words, the front as a table, and a count of all others.
+    """Return text: the candidate to use, a table of the front, and how many others there are.
 
     Args:
       found: The result.
