@@ -119,7 +119,7 @@ def _has_parameter(subject: Subject, axis: str) -> bool:
 
 def _splits(subject: Subject, name: str) -> bool:
     """Tell whether a mesh axis has more than one device. Without a mesh the answer is True."""
-    return bool(subject.live((name,))) and (not subject.sizes or name in subject.sizes)
+    return bool(subject.live((name,)))
 
 
 def _serves(subject: Subject) -> bool:
