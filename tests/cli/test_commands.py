@@ -73,6 +73,11 @@ BAD = {
 }
 
 
+def test_presets_fit_a_narrow_terminal(tmp_path: Path) -> None:
+    _, out, _ = run("presets list --width 60", tmp_path)
+    assert max(map(len, out.splitlines())) <= 60
+
+
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input_has_a_message(line: str, tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b"\xe9")

@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwright.cli.arguments import EXIT_CODES, add_output, make_parser
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.errors import StrategyError
-from shardwright.show.tables import table
+from shardwright.show.tables import remarked_table
 from shardwright.strategy import files
 
 _ACTIONS = ("list", "show", "copy")
@@ -105,7 +105,7 @@ def _list(arguments: argparse.Namespace) -> None:
     for name, strategy in presets:
         mesh = ",".join(f"{axis}:{size}" for axis, size in strategy.mesh.items())
         rows.append((name, mesh, _what(name)))
-    print_lines(table(rows, width=width_of(arguments.width), prose=2))
+    print_lines(remarked_table(rows, width=width_of(arguments.width)))
 
 
 def _what(name: str) -> str:
