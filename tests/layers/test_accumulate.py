@@ -420,18 +420,21 @@ def test_fp8_is_refused_where_types_defer() -> None:
         jax.eval_shape(accumulate(total, 4, specs=specs, gather="each"), *given)
 
 
-def test_loss_that_forgets_gather() -> None:
+@pytest.mark.parametrize(
+    "matmul", [jnp.matmul, functools.partial(jnp.einsum, "be,em->bm")], ids=["matmul", "einsum"]
+)
+def test_loss_that_forgets_gather(matmul: Any) -> None:
     """Its error about shapes says that the weights are shards. Gathered once, they are whole."""
     specs = {"w": sw.ArraySpec((16, 8), np.float32, (sw.EMBED, sw.MLP_INTERMEDIATE))}
 
     def squares(params: Any, rows: Any, channel: Any) -> Any:
-        return Weighted(jnp.sum((rows @ params["w"]) ** 2), rows.shape[0]), channel
+        return Weighted(jnp.sum(matmul(rows, params["w"]) ** 2), rows.shape[0]), channel
 
     with manager("fsdp") as pm:
         stored = pm.shard(blocks.random_params(specs), specs, role="param")
         rows = pm.shard(TEXT[:, 0], sw.BATCH, sw.EMBED)
         jax.eval_shape(accumulate(squares, 2, specs=specs, gather="once"), stored, rows)
-        with pytest.raises(TypeError) as caught:
+        with pytest.raises((TypeError, ValueError)) as caught:
             jax.eval_shape(accumulate(squares, 2, specs=specs), stored, rows)
     assert any("sw.gather(params, specs)" in note for note in caught.value.__notes__)
 

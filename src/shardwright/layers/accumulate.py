@@ -524,8 +524,8 @@ def _by_examples(batch: Any, axes: tuple[str, ...], manager: PartitionManager) -
 
 
 def _note_shards(_: object, error: BaseException | None, trace: object) -> None:
-    """Add to an error about shapes that the loss has shards of the weights."""
-    if error is not None and "shape" in str(error):
+    """Add to an error about shapes or sizes that the loss has shards of the weights."""
+    if error is not None and any(word in str(error).lower() for word in ("shape", "size")):
         error.add_note(
             "accumulate passes the shards of weights to the loss, as FSDP stores them.\n"
             '  fix   call sw.gather(params, specs) in the loss, or pass gather="once"'
