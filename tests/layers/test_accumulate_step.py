@@ -195,9 +195,10 @@ def test_plan_of_a_step(preset: str, kind: str, how: Any) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_plan_of_a_tied_table(kind: str) -> None:
+@pytest.mark.parametrize("preset", ["fsdp", "fsdp_tp"])
+def test_plan_of_a_tied_table(preset: str, kind: str) -> None:
     """Its gathers by the embedding and by the loss are one, and TPUs add both gradients first."""
-    specs, pm = {"table": embedding.specs(32, 16)}, manager("fsdp_tp", kind)
+    specs, pm = {"table": embedding.specs(32, 16)}, manager(preset, kind)
     shapes = jax.eval_shape(lambda: blocks.random_params(specs))
     tokens = jax.ShapeDtypeStruct((32, 8), np.int32)
 
@@ -214,6 +215,28 @@ def test_plan_of_a_tied_table(kind: str) -> None:
     assert [(each.mesh_axis, "gather it once" in each.fix) for each in report.walked.choices] == [
         ("fsdp", True)
     ]
+
+
+@pytest.mark.full
+def test_plan_of_a_lookup_in_reduced_rows() -> None:
+    """Where types defer the sum over sp, the casts in its `shard_map` send nothing."""
+    specs = {"table": embedding.specs(32, 16)}
+    mesh = cpu_mesh("dp:2,sp:2,tp:2", axis_types="explicit")
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh, mode="train")
+    shapes = jax.eval_shape(lambda: blocks.random_params(specs))
+    tokens = jax.ShapeDtypeStruct((32, 8), np.int32)
+
+    def rows(params: Any, tokens: Any, channel: Any) -> Any:
+        x = embedding.apply(params["table"], tokens)
+        return Weighted(jnp.sum(jnp.sin(x)), x.size), channel
+
+    def step(params: Any, tokens: Any) -> Any:
+        return accumulate(rows, 4, specs=specs, gather="once")(params, tokens).grads
+
+    report = pm.plan(step, shapes, tokens, specs=(specs, ROWS))
+    given = pm.abstract(shapes, specs), pm.abstract(tokens, ROWS, role="activation")
+    assert report.walked.complete, report.walked.unknown
+    assert planned_bytes(report) == compiled_bytes(pm, step, given)
 
 
 @pytest.mark.full

@@ -13,11 +13,13 @@ from shardwright.plan.walk.control import UNKNOWN_RUNS
 from shardwright.plan.walk.entries import TEMPORARY, Buffer
 from shardwright.plan.walk.equations import (
     called_jaxpr,
+    gather_key,
     live_equations,
     nested_jaxprs,
     run_bodies,
 )
-from shardwright.plan.walk.events import WalkLocation, Work
+from shardwright.plan.walk.events import Event, WalkLocation, Work
+from shardwright.plan.walk.ledger import SHARED
 from shardwright.plan.walk.step import PlanStep
 from shardwright.plan.walk.values import (
     Dims,
@@ -50,7 +52,10 @@ _KINDS: Final = {
 # Primitives that occur only in a `shard_map` and send nothing.
 _LOCAL: Final = frozenset(
     {
-        *("axis_size", "pvary", "pcast"),
+        *("axis_size", "pvary", "pcast", "preduced"),
+        # JAX 0.10 has the suffix in the names.
+        *("reduced_vary_cast", "reduced_vary_cast_p"),
+        *("vary_unreduced_cast", "vary_unreduced_cast_p"),
         *("all_gather_done", "psum_done", "reduce_scatter_done"),
         *("all_to_all_done", "pbroadcast_done", "ppermute_done"),
     }
@@ -150,7 +155,16 @@ def _without(value: ShardedValue, axes: tuple[str, ...]) -> ShardedValue:
 def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[str, Origin]) -> None:
     """Note the collectives of a jaxpr whose shapes are local."""
     ledger = step.ledger
+    gathers: dict[Any, tuple[Any, list[Event]]] = {}
+    equal: dict[Any, Any] = {}
     for equation in live_equations(jaxpr):
+        key = gather_key(equation, equal)
+        if key is not None and key in gathers:
+            # XLA removes common subexpressions, such as the second gather of a tied table.
+            equal[equation.outvars[0]], sent = gathers[key]
+            ledger.doubt({axis for event in sent for axis in event.mesh_axes}, location, SHARED)
+            continue
+        first = len(ledger.events)
         # The equation that starts an asynchronous collective says what it sends.
         name, parameters = equation.primitive.name.removesuffix("_start"), equation.params
         kind = _KINDS.get(name)
@@ -193,6 +207,8 @@ def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[st
             ledger.work = done + Work.either(of_branches)
         elif name in _UNCOUNTED or (name not in step.scope.known and name not in _LOCAL):
             ledger.unknown[name] += 1
+        if key is not None:
+            gathers[key] = equation.outvars[0], ledger.events[first:]
 
 
 def _is_scattered(equation: Any, jaxpr: Any, step: PlanStep) -> bool:
