@@ -156,7 +156,7 @@ def _placement(
     kinds = (
         {} if ambient is None else dict(zip(ambient.axis_names, ambient.axis_types, strict=True))
     )
-    # Inside `shard_map` an array is already local along these axes.
+    # Inside `shard_map` an array is already local along Manual axes.
     manual = frozenset(axis for axis, kind in kinds.items() if kind is AxisType.Manual)
     resolution = resolver.explain(
         spec, build_rules({}), mesh, shape=shape, path=path, manual=manual

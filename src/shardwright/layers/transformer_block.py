@@ -552,7 +552,8 @@ def _layer(config: TransformerConfig, number: int, path: str | None, given: Any)
     policy = remat_policy(config.remat)
     if policy is None:
         return run
-    # In a scan, XLA cannot merge the recomputation with the first computation anyway.
+    # In a scan, XLA cannot merge the recomputation with the first computation anyway, so
+    # `prevent_cse` is not needed.
     return jax.checkpoint(run, policy=policy, prevent_cse=not config.scan)
 
 

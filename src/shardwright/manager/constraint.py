@@ -207,7 +207,7 @@ def _fits(x: Any, half: np.dtype[Any]) -> bool:
 def constrain(x: Any, placement: Placement) -> Any:
     """Constrain an array inside a trace."""
     if placement.plain:
-        # Nearly all calls return here, and a trace makes thousands of them.
+        # Nearly all calls return here, so this test comes first: a trace makes thousands of calls.
         return jax.lax.with_sharding_constraint(x, placement.sharding)
     if placement.explicit is None:
         return x if placement.auto is None else _constrain_auto(x, placement)
@@ -311,7 +311,8 @@ def put(x: Any, placement: Placement, *, compared: bool = False) -> Any:
     # uncommitted array has no placement that JAX keeps, so it goes through `device_put`.
     if current is not None and current.is_equivalent_to(sharding, x.ndim) and x.committed:
         return x
-    # In one process `device_put` gives the same result, and takes less time for a replicated array.
+    # In one process, `device_put` gives the same result, and takes less time for a replicated
+    # array. So use it there.
     if compared and isinstance(x, np.ndarray) and not sharding.is_fully_addressable:
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
         return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part], dtype)

@@ -152,7 +152,7 @@ def enter(manager: Any, mesh: Any, key: Key) -> None:
         # Another task may run in this thread before the manager is left. With a new key object, JAX
         # has to call `__eq__`, which checks the manager that applies.
         key = key.fresh()
-    # An ExitStack takes longer than both contexts together.
+    # Enter both contexts by hand, because an ExitStack takes longer than the two together.
     ambient = _AMBIENT(key)
     ambient.__enter__()
     try:
@@ -291,7 +291,7 @@ def current() -> Any:
         manager.
     """
     entry, key = _FLOW.get(), _AMBIENT.value
-    # Nearly always, JAX has the key of this context's entry, and no search is needed.
+    # Search only if JAX does not have the key of this context's entry, which is rare.
     if entry is None or entry.key is not key or entry.is_left:
         found = _applying()
         if isinstance(found, NoManagerError):

@@ -123,7 +123,8 @@ def dot_general(
 
 
 def _as_tuples(value: Any) -> Any:
-    # A static argument of jit must be hashable, and JAX also takes lists of dimension numbers.
+    # Make tuples, because a static argument of jit must be hashable, and JAX also takes lists of
+    # dimension numbers.
     return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 

@@ -223,7 +223,8 @@ class JittedStep:
         if self._donate and len(set(map(id, state))) != len(state):
             raise_problems(self._arguments[0].repeated_problems(arguments[0]))
         leaves, input_structure = jax.tree.flatten(arguments[1:])
-        # Numbers have no shape or dtype. np.shape takes five times as long, and states are large.
+        # Numbers have no shape or dtype, so give a default. np.shape takes five times as long, and
+        # states are large.
         types = tuple([(getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in state])
         key = (structure, types, input_structure, tuple(map(np.shape, leaves)))
         if key in self._known:

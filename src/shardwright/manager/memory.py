@@ -29,7 +29,8 @@ def host_kind(mesh: Mesh | AbstractMesh, rule: RuleRef | None, path: str = "") -
     Raises:
       StrategyError: The backend has no memory on the host.
     """
-    # A device of another process lists no memories, and every backend has one kind of device.
+    # A device of another process lists no memories, so ask a local device. All devices of a backend
+    # are of one kind.
     own = [] if isinstance(mesh, AbstractMesh) else mesh.local_devices
     if not own:
         return HOST

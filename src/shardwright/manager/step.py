@@ -100,8 +100,8 @@ def jit_step(
     state_shardings = _shardings_of(manager, state, "state")
     described = jitted_step.Argument("state", state, state_shardings)
     input_shardings = [
-        # An input may be annotated with an empty tuple. In the state, an empty tuple is an empty
-        # node.
+        # An input may be annotated with an empty tuple, so stop at annotations. In the state, an
+        # empty tuple is an empty node.
         _shardings_of(manager, tree, f"input {position}", is_leaf=is_annotation)
         for position, tree in enumerate(inputs)
     ]

@@ -427,7 +427,7 @@ def _counted_arrays(
     bare: dict[tuple[int, Category], list[str]] = {}
     for (path, leaf), source, category in zip(leaves, traced.inputs, categories, strict=True):
         value = leaf if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else jax.typeof(leaf)
-        # The first key is the position of the argument.
+        # The first key is the position of the argument, so leave it out of the path.
         array = CountedArray(
             path=path_text(path[1:]), value=value, source=source, category=category
         )

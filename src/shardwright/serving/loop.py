@@ -284,7 +284,8 @@ class Loop:
         for chunk in chunks:
             job, row, is_first = chunk.job, chunk.row, chunk.row in first
             job.in_flight -= is_first
-            # The code of an error fails the job after any chunk, not only after the last one.
+            # The code of an error fails the job after any chunk, but a token counts only after the
+            # last chunk.
             if job.completion is None and (is_first or sampled.tokens[row] < 0):
                 self._take(job, sampled.tokens[row], sampled.logprobs[row], now)
 

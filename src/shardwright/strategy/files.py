@@ -129,7 +129,7 @@ def parse(text: str, *, format: str, source: str, example: str = '{"version": 1}
     except ShardingError:
         raise
     except tomllib.TOMLDecodeError as error:
-        # `tomllib` gives no numbers for an error "at end of document".
+        # `tomllib` gives no numbers for an error "at end of document", so point at the last column.
         rows = text.rstrip("\n").split("\n")
         match = re.search(r"at line (\d+), column (\d+)", str(error))
         row, column = map(int, match.groups()) if match else (len(rows), len(rows[-1]) + 1)

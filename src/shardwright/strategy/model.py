@@ -507,7 +507,7 @@ class Strategy(BaseModel):
 
     def to_data(self) -> dict[str, Any]:
         """Return the keys that were set, as plain data."""
-        # A default would override the strategy below in an overlay.
+        # Leave out defaults, because in an overlay a default would override the strategy below.
         return self.model_dump(exclude_unset=True)
 
     def dumps(self, *, format: Literal["toml", "json"] = "toml") -> str:

@@ -253,8 +253,8 @@ def as_shape(shape: Any) -> tuple[int, ...]:
             sizes = tuple(each if is_symbolic(each) else operator.index(each) for each in shape)
         except TypeError:
             raise RankMismatchError(f"{quoted(shape)} is not a shape", fix=_SHAPE_FIX) from error
-        # It may be unknown whether a symbolic size is negative. The comparison would raise an
-        # error.
+        # It may be unknown whether a symbolic size is negative, and the comparison would raise an
+        # error. So check only the static sizes.
         static = tuple(size for size in sizes if type(size) is int)
     if min(static, default=0) < 0:
         raise RankMismatchError(f"{sizes} has a negative size", fix=_SHAPE_FIX)

@@ -389,7 +389,7 @@ def _stack_layers(
       CheckpointError: A tensor is not in every layer, or layers differ.
     """
     family = tensors_of(config)
-    # A model without a head has the same names without the prefix.
+    # A model without a head has the same names without the prefix, so the prefix is optional here.
     start, prefix = re.escape(family.layers.removesuffix("#.")), re.escape(family.prefix)
     pattern = re.compile(rf"((?:{prefix})?{start})(\d+)\.(.*)", re.DOTALL)
     count = Config(values=config).number("num_hidden_layers")

@@ -99,7 +99,7 @@ def _warn_of_conflicts(
     """Warn of names that share a mesh axis, and that one activation probably has."""
     first: dict[str, tuple[str, ...]] = {}
     for name, axes in exported:
-        # Sharing a mesh axis of size 1 changes nothing.
+        # Leave out mesh axes of size 1, because to share such an axis changes nothing.
         sharded = tuple(axis for axis in entry_names(axes) if pm.mesh.shape[axis] > 1)
         first.setdefault(name, sharded)
     targets = read_names(names, pm.rules.user_axes)

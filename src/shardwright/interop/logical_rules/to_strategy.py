@@ -127,7 +127,7 @@ def to_strategy(
     problems = _disagreements(common, targets, notes, is_ordered=is_ordered)
     tables: dict[_Path, list[tuple[str, _Pair]]] = {}
     tables["rules",] = _table(common, targets, Role.ACTIVATION)
-    # A list without separate rules for weights needs one table.
+    # A list whose rules are the same for weights and activations needs only one table.
     if (params := _table(common, targets, Role.PARAM)) != tables["rules",]:
         tables["params",] = params
     for mode in dict.fromkeys(mode for _, mode in replaced.values()):

@@ -217,7 +217,8 @@ class _Reader:
             whole = self._collective(
                 inner, part, Kind.REDUCE_SCATTER if scatters else kind, times, maybe
             )
-            # Often the fusion has an operation name, and the collective inside it has none.
+            # Often the fusion has an operation name, and the collective inside it has none. Then
+            # take the name of the fusion.
             outer = instruction.attributes().get("metadata", "")
             yield (
                 whole

@@ -240,7 +240,8 @@ def _count_runs(timeline: DeviceOps, ops: ProgramOps) -> int:
             "and so do "
             "CUDA graphs: XLA_FLAGS=--xla_gpu_enable_command_buffer= runs a program without them",
         )
-    # On a GPU, an operation may be several kernels. A profile may begin inside a run.
+    # On a GPU, an operation may be several kernels, and a profile may begin inside a run. So take
+    # the most frequent count.
     return max(1, statistics.mode(count // per_run[op] for (_, op), count in counted.items()))
 
 

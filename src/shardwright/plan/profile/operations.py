@@ -128,7 +128,8 @@ def _send_op(collectives: list[Collective], home: Mapping[str, Computation]) -> 
             for operand in instructions[collective.name].operands
             for shape in instructions[operand].shapes
         ]
-        # The operands of an all-gather are shards, and a backend may have widened their type.
+        # The operands of an all-gather are shards, and a backend may have widened their type. So
+        # scale their sizes to the logical bytes.
         scale = collective.logical_bytes / max(sum(sizes), 1)
         parts += [round(size * scale) for size in sizes]
     first = collectives[0]

@@ -82,7 +82,7 @@ def _inside(
 ) -> Iterator[tuple[ShardingRequest, bool, dict[str, Any]]]:
     """Yield request, strictness and the other fields of each annotation of a jaxpr."""
     for equation in live_equations(jaxpr):
-        # Inside `gather`, JAX knows only the line of the call.
+        # An equation inside `gather` has no line of its own, so take the line of the call.
         source = _jax.source_line(equation) or outer
         if equation.primitive is annotate_axes_p:
             annotation: Annotation = equation.params["annotation"]

@@ -200,7 +200,7 @@ _THETAS: Final = MappingProxyType(
     {"gemma3": 1e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}
 )
 _LOCAL, _GLOBAL, _CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
-# Other families ignore `sliding_window`.
+# Families that read `sliding_window`. Other families ignore it.
 _WINDOWED: Final = frozenset(
     {"mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", *_EVERY}
 )

@@ -229,7 +229,8 @@ def get_corrected_named_sharding(
     )
     if log_sharding_move():
         _warn(resolution)
-    # The resolver leaves mesh axes of size 1 out, and eformer keeps them in the spec.
+    # eformer keeps mesh axes of size 1 in the spec, but the resolver leaves them out. So take the
+    # entries as written.
     entries = without_repeats([as_written(decision) for decision in resolution.decisions])
     return NamedSharding(
         mesh,
