@@ -12,6 +12,8 @@ from shardwright.cli.show import LEAST_WIDTH
 from shardwright.vocabulary.shown import WIDTH
 
 STRATEGY_HELP = 'a preset, or a .toml or .json file; "base | overlay" combines two'
+# How to fix a missing size in a command that reads a file of tensors.
+SHAPE_FIX = "give its shape in the file of tensors"
 EXIT_CODES = "2 the arguments are wrong, or a file, a mesh or a program cannot be read"
 
 
@@ -97,9 +99,16 @@ def add_strategy(parser: argparse.ArgumentParser, *, required: bool, what: str =
     )
 
 
-def add_strategies(parser: argparse.ArgumentParser, nargs: str, what: str) -> None:
-    """Add the positional strategies of a command."""
-    parser.add_argument("strategies", nargs=nargs, metavar="STRATEGY", help=what)
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """Add the options of one mesh, `--mesh` and `--devices`."""
+    parser.add_argument(
+        "--mesh",
+        metavar="M",
+        help="such as dp:1,fsdp:2,tp:4 or dcn.dp:2,dp:4,tp:4 (default: the strategy's own)",
+    )
+    parser.add_argument(
+        "--devices", type=read_count, metavar="N", help="number of devices, if the mesh has a -1"
+    )
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

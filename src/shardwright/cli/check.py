@@ -16,8 +16,8 @@ import jax
 from shardwright.cli.arguments import (
     EXIT_CODES,
     STRATEGY_HELP,
+    add_mesh,
     add_output,
-    add_strategies,
     add_strategy,
     make_parser,
 )
@@ -33,7 +33,6 @@ from shardwright.cli.fix import (
 from shardwright.cli.inputs import (
     Setting,
     make_setting,
-    read_count,
     read_mesh_text,
     read_strategy,
     strategy_label,
@@ -79,21 +78,15 @@ exit codes: 0 no errors; 1 errors, with --strict also warnings;
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
     command = make_parser("check", "Find mistakes in a strategy. Needs no devices.", epilog=_EPILOG)
-    add_strategies(command, "*", f"{STRATEGY_HELP}; or a model, as file.py:function")
+    what = f"{STRATEGY_HELP}; or a model, as file.py:function"
+    command.add_argument("strategies", nargs="*", metavar="STRATEGY", help=what)
     add_strategy(command, required=False, what="a strategy, as for explain")
     command.add_argument(
         "--tensors",
         metavar="FILE",
         help="a .toml or .json file of named tensors to check against",
     )
-    command.add_argument(
-        "--mesh",
-        metavar="M",
-        help="such as dp:1,fsdp:2,tp:4 or dcn.dp:2,dp:4,tp:4 (default: each strategy's own)",
-    )
-    command.add_argument(
-        "--devices", type=read_count, metavar="N", help="number of devices, if a mesh has a -1"
-    )
+    add_mesh(command)
     add_model(command, required=False)
     command.add_argument(
         "--axes", metavar="FILE", help="a .toml file of path rules that annotate the parameters"

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardwright.cli.arguments import (
     EXIT_CODES,
+    SHAPE_FIX,
     STRATEGY_HELP,
     add_output,
     make_parser,
@@ -18,11 +19,12 @@ from shardwright.cli.inputs import Setting, read_count, read_setting
 from shardwright.cli.programs import plan_program, read_programs
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
-from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
+from shardwright.errors import Problem, StrategyError, render
 from shardwright.plan.compare import Comparison, Placed, Row, compare
 from shardwright.plan.compare_plans import PLAN_FIX, PlanComparison, compare_plans
 from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.planner import PlanReport
+from shardwright.resolution.problems import suggest_for_missing_size, without_repeats
 from shardwright.show.changes import changes_text
 from shardwright.show.tables import table
 from shardwright.strategy.foreign_files import read_json
@@ -316,19 +318,14 @@ def _counts(placed: Placed) -> str:
 
 def _problems(comparison: Comparison) -> list[Problem]:
     """Return the problems of both sides, once for all modes."""
-    # The default fix names --shape, which this command does not have.
-    sizes = "give its shape in the file of tensors"
     every = [
-        dataclasses.replace(problem, fix=sizes) if problem.error is ShapeRequiredError else problem
+        problem
         for row in comparison.rows
         for side in (row.before, row.after)
         for problem in side.found.problems
     ]
-    # Of equal keys, a dict keeps the last value. Reversing twice keeps the first problem, and the
-    # order of the tensors.
-    return list(
-        {(problem.path, problem.dim, problem.what): problem for problem in reversed(every)}.values()
-    )[::-1]
+    # The default fix names --shape, which this command does not have.
+    return without_repeats(suggest_for_missing_size(every, SHAPE_FIX))
 
 
 # Colors of growth, which `diff` writes as a share (+5.0%) or as a factor (x 3).

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwright.cli.arguments import EXIT_CODES, add_output, add_strategy, make_parser
+from shardwright.cli.arguments import (
+    EXIT_CODES,
+    SHAPE_FIX,
+    add_mesh,
+    add_output,
+    add_strategy,
+    make_parser,
+)
 from shardwright.cli.inputs import (
     Setting,
     read_axes,
-    read_count,
     read_setting,
     read_shape,
 )
 from shardwright.cli.show import print_json, print_lines, width_of
 from shardwright.cli.tensors import read_tensors
-from shardwright.errors import Problem, ShapeRequiredError, StrategyError, render
+from shardwright.errors import StrategyError, render
 from shardwright.plan.compare import bytes_on_device
 from shardwright.resolution.decisions import Outcome, Resolution
 from shardwright.resolution.partition_specs import spec_text
+from shardwright.resolution.problems import suggest_for_missing_size, without_repeats
 from shardwright.show.resolution import HEAD, memory_text, mesh_axes_text, row
 from shardwright.show.tables import remarked_table, table
 from shardwright.trees.tensors import Tensor
@@ -59,12 +66,7 @@ def parser() -> argparse.ArgumentParser:
         "--tensors", metavar="FILE", help="a .toml or .json file of named tensors, instead of axes"
     )
     add_strategy(command, required=True)
-    command.add_argument(
-        "--mesh", metavar="M", help="such as dp:1,fsdp:2,tp:4 (default: the strategy's own)"
-    )
-    command.add_argument(
-        "--devices", type=read_count, metavar="N", help="number of devices, if the mesh has a -1"
-    )
+    add_mesh(command)
     command.add_argument(
         "--shape", type=read_shape, metavar="SIZES", help="global sizes, such as 16,4096,4096"
     )
@@ -219,7 +221,7 @@ def array_lines(answer: ExplainedTensor, *, width: int) -> list[str]:
             lines += remarked_table(rows, indent="  ", width=width)
         lines += [f"  {memory_text(resolution.memory)}"] if resolution.memory else []
         lines += [f"  note: {note}" for note in resolution.notes]
-        problems = _with_fix(resolution.problems, sizes="give the sizes: --shape")
+        problems = suggest_for_missing_size(resolution.problems, "give the sizes: --shape")
         lines += [f"  {line}" for line in render(problems).splitlines() if problems]
     return lines
 
@@ -262,14 +264,6 @@ def _modes_text(names: Sequence[str], modes: Mapping[str, Any]) -> str:
     return "all modes" if is_all else ", ".join(names)
 
 
-def _with_fix(problems: Iterable[Problem], *, sizes: str) -> tuple[Problem, ...]:
-    """Return the problems. The fix of a missing shape says where to give the sizes."""
-    return tuple(
-        dataclasses.replace(problem, fix=sizes) if problem.error is ShapeRequiredError else problem
-        for problem in problems
-    )
-
-
 # A tree: a table per role, a column per group of modes with equal results.
 
 
@@ -287,13 +281,7 @@ def tree_lines(answers: Sequence[ExplainedTensor], *, width: int) -> list[str]:
         for problem in resolution.problems
     ]
     # Modes with the same rule have the same problem, which is shown once.
-    # Of equal keys, a dict keeps the last value. Reversing twice keeps the first value and the
-    # order.
-    unique = {
-        (problem.path, problem.dim, problem.what, problem.fix): problem
-        for problem in reversed(problems)
-    }
-    shown = _with_fix(reversed(unique.values()), sizes="give its shape in the file of tensors")
+    shown = suggest_for_missing_size(without_repeats(problems), SHAPE_FIX)
     return lines + (["", *render(shown).splitlines()] if shown else [])
 
 

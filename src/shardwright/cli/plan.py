@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shardwright.cli.arguments import EXIT_CODES, add_output, add_strategy, make_parser
+from shardwright.cli.arguments import EXIT_CODES, add_mesh, add_output, add_strategy, make_parser
 from shardwright.cli.check import fix_by_tensors, report
 from shardwright.cli.check_model import Checked
 from shardwright.cli.exit_codes import finding_problems
@@ -64,44 +64,6 @@ def parser() -> argparse.ArgumentParser:
         "model", metavar="MODEL", help="file.py:function, a config.json, or a file of tensors"
     )
     add_plan_options(command)
-    _add_tensor_options(command)
-    _add_checks(command)
-    add_verify_options(command)
-    add_fix_options(command)
-    command.add_argument(
-        "--rows",
-        type=read_count,
-        metavar="N",
-        help="show only the N largest rows of collectives and of replicated state",
-    )
-    add_output(command)
-    return command
-
-
-def add_plan_options(command: argparse.ArgumentParser) -> None:
-    """Add the options for the strategy, the mesh and the hardware of a plan."""
-    add_strategy(command, required=True)
-    command.add_argument(
-        "--mesh", metavar="M", help="such as fsdp:16,tp:4 (default: the strategy's own)"
-    )
-    command.add_argument(
-        "--devices", type=read_count, metavar="N", help="number of devices, if a mesh has a -1"
-    )
-    command.add_argument(
-        "--topology", metavar="T", help="what the mesh is on: v5p:4x4x4, or 16xh100:8"
-    )
-    command.add_argument(
-        "--hardware", metavar="FILE", help="a .toml file that adds chips, or replaces their values"
-    )
-    command.add_argument(
-        "--mode",
-        metavar="MODE",
-        help="plan only this mode (default: every mode; for a file of tensors: train)",
-    )
-    add_model_options(command, several=False)
-
-
-def _add_tensor_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--optimizer-copies",
         type=read_count,
@@ -114,9 +76,6 @@ def _add_tensor_options(command: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="for a file of tensors: count as caches the activations whose path matches",
     )
-
-
-def _add_checks(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--forbid",
         action="append",
@@ -141,6 +100,34 @@ def _add_checks(command: argparse.ArgumentParser) -> None:
         help="fail if copies are more than SHARE of the state: a share such as 2%%, or bytes such "
         "as 1GiB",
     )
+    add_verify_options(command)
+    add_fix_options(command)
+    command.add_argument(
+        "--rows",
+        type=read_count,
+        metavar="N",
+        help="show only the N largest rows of collectives and of replicated state",
+    )
+    add_output(command)
+    return command
+
+
+def add_plan_options(command: argparse.ArgumentParser) -> None:
+    """Add the options for the strategy, the mesh and the hardware of a plan."""
+    add_strategy(command, required=True)
+    add_mesh(command)
+    command.add_argument(
+        "--topology", metavar="T", help="what the mesh is on: v5p:4x4x4, or 16xh100:8"
+    )
+    command.add_argument(
+        "--hardware", metavar="FILE", help="a .toml file that adds chips, or replaces their values"
+    )
+    command.add_argument(
+        "--mode",
+        metavar="MODE",
+        help="plan only this mode (default: every mode; for a file of tensors: train)",
+    )
+    add_model_options(command, several=False)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from shardwright.lints.finding import Finding, from_problem
 from shardwright.plan.collectives.collective import Collective
 from shardwright.plan.fit import Verdict
 from shardwright.plan.hardware import Topology
-from shardwright.plan.planner import PlanReport, Program
+from shardwright.plan.planner import PlanReport
 from shardwright.plan.verify.run import Verification
 from shardwright.plan.walk.events import Event
 from shardwright.show.verification import verification_text
@@ -74,7 +74,17 @@ def run_programs(arguments: argparse.Namespace, setting: Setting, topology: Topo
         },
         topology,
     )
-    failures += _too_large(setting, programs, reports, verified)
+    failures += [
+        too_large_text(
+            programs[mode],
+            setting.manager.for_mode(mode),
+            report,
+            verified.get(mode),
+            strategy=setting.combined,
+        )
+        for mode, report in reports.items()
+        if (verified.get(mode) or report).verdict is Verdict.DOES_NOT_FIT
+    ]
     incomplete = any(not report.walked.complete for report in reports.values())
     failed = bool(breaches or failures or incomplete)
     if arguments.json:
@@ -134,26 +144,6 @@ def fix_by_programs(arguments: argparse.Namespace, devices: int | None) -> Fixed
         return Tried(findings=tuple(findings), results=planned)
 
     return fix_file(arguments.strategy, try_with, devices=devices, dry=arguments.dry_run)
-
-
-def _too_large(
-    setting: Setting,
-    programs: Mapping[str, Program],
-    reports: Mapping[str, PlanReport],
-    verified: Mapping[str, Verification],
-) -> list[str]:
-    """Return a text for each program that does not fit."""
-    return [
-        too_large_text(
-            programs[mode],
-            setting.manager.for_mode(mode),
-            report,
-            verified.get(mode),
-            strategy=setting.combined,
-        )
-        for mode, report in reports.items()
-        if (verified.get(mode) or report).verdict is Verdict.DOES_NOT_FIT
-    ]
 
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:

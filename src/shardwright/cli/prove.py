@@ -9,18 +9,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-
-from shardwright.cli.arguments import EXIT_CODES, STRATEGY_HELP, add_output, make_parser
+from shardwright.cli.arguments import EXIT_CODES, STRATEGY_HELP, add_mesh, add_output, make_parser
 from shardwright.cli.check_model import is_model
 from shardwright.cli.exit_codes import finding_problems
 from shardwright.cli.inputs import Setting, read_count, read_setting
 from shardwright.cli.programs import read_programs
 from shardwright.cli.python_files import user_code
 from shardwright.cli.show import print_json, print_lines
+from shardwright.cli.verify import prepare_compiler
 from shardwright.errors import StrategyError
 from shardwright.plan.hardware import Topology, parse_topology, read_hardware
-from shardwright.plan.verify.compiler import TIMEOUT, make_target
+from shardwright.plan.verify.compiler import TIMEOUT
 from shardwright.plan.verify.prove import Differing, ProgramSide, Proof, lower_program, prove
 from shardwright.vocabulary.modes import mode_name
 
@@ -56,12 +55,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--strategy", metavar="STRATEGY", help="if A and B are functions: their strategy"
     )
-    command.add_argument(
-        "--mesh", metavar="M", help="such as fsdp:2,tp:4 (default: each strategy's own)"
-    )
-    command.add_argument(
-        "--devices", type=read_count, metavar="N", help="number of devices, if a mesh has a -1"
-    )
+    add_mesh(command)
     command.add_argument(
         "--topology", metavar="T", help="compile for this slice of TPUs, such as v5p:4x4x4"
     )
@@ -87,10 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     topology = None
     if arguments.topology is not None:
         topology = parse_topology(arguments.topology, read_hardware(arguments.hardware))
-    make_target(topology)  # raises here if the compiler is not installed, before anything is traced
-    # Exporting starts the backend of the default device. Use the CPU: accelerators stay free.
-    if not jax.config.jax_platforms:  # type: ignore[attr-defined]
-        jax.config.update("jax_platforms", "cpu")
+    prepare_compiler(topology)
     devices = arguments.devices if topology is None else topology.devices
     left, right = (
         _lowered(

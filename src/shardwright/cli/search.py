@@ -28,7 +28,7 @@ from shardwright.plan.planner import Program
 from shardwright.plan.search.result import STOPPED, Candidate, SearchReport
 from shardwright.plan.search.run import WALKS, search_variants
 from shardwright.plan.search.settings import parse_alternatives, read_vary
-from shardwright.plan.search.verify import VerifiedCandidate, verify_front
+from shardwright.plan.search.verify import verify_front
 from shardwright.plan.verify.compiler import TIMEOUT
 from shardwright.show.search import search_text, verified_text
 from shardwright.strategy.foreign_files import cannot
@@ -177,9 +177,26 @@ def run(arguments: argparse.Namespace) -> int:
     }
     progress.close()
     if arguments.json:
-        _print_json(reports, written, verified)
+        data = [
+            {
+                "mode": name,
+                **report.to_json(),
+                "files": written[name],
+                "verified": [each.to_json() for each in verified[name]],
+            }
+            for name, report in reports.items()
+        ]
+        print_json(data[0] if len(data) == 1 else {"searches": data})
     else:
-        _print_text(arguments, reports, written, verified, list(dict.fromkeys(notes)))
+        width = width_of(arguments.width)
+        lines = ["", *dict.fromkeys(notes)] if notes else []
+        for name, report in reports.items():
+            text = search_text(report, rows=arguments.rows, width=width)
+            lines += ["", f"mode {name}", *text.split("\n")]
+            if verified[name]:
+                lines += ["", *verified_text(verified[name], width=width).split("\n")]
+            lines += [f"wrote {file}" for file in written[name]]
+        print_lines(lines[1:])
         # The front is sorted: first the candidates that fit, and among these the fastest.
         best = [report.front[0] for report in reports.values() if report.front]
         # The weights move from the candidate of train to the candidate of the other modes.
@@ -331,41 +348,6 @@ def mode_groups(
     train = [mode for mode in modes if mode == MODE_TRAIN]
     others = [mode for mode in dict.fromkeys(modes) if mode != MODE_TRAIN]
     return {"+".join(map(mode_name, group)): group for group in (train, others) if group}
-
-
-def _print_json(
-    reports: Mapping[str, SearchReport],
-    written: Mapping[str, list[str]],
-    verified: Mapping[str, Sequence[VerifiedCandidate]],
-) -> None:
-    data = [
-        {
-            "mode": name,
-            **report.to_json(),
-            "files": written[name],
-            "verified": [each.to_json() for each in verified[name]],
-        }
-        for name, report in reports.items()
-    ]
-    print_json(data[0] if len(data) == 1 else {"searches": data})
-
-
-def _print_text(
-    arguments: argparse.Namespace,
-    reports: Mapping[str, SearchReport],
-    written: Mapping[str, list[str]],
-    verified: Mapping[str, Sequence[VerifiedCandidate]],
-    notes: list[str],
-) -> None:
-    width = width_of(arguments.width)
-    lines: list[str] = ["", *notes] if notes else []
-    for name, report in reports.items():
-        text = search_text(report, rows=arguments.rows, width=width)
-        lines += ["", f"mode {name}", *text.split("\n")]
-        if verified[name]:
-            lines += ["", *verified_text(verified[name], width=width).split("\n")]
-        lines += [f"wrote {file}" for file in written[name]]
-    print_lines(lines[1:])
 
 
 def _make_folder(name: str) -> None:

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -64,12 +65,7 @@ def check_verify_options(arguments: argparse.Namespace, topology: Topology | Non
       StrategyError: The options do not fit each other, or the compiler is not installed.
     """
     if arguments.verify:
-        # Raise here if the compiler is not installed, before anything is traced.
-        make_target(topology, platform=arguments.compiler)
-        # Exporting starts the backend of the default device. Use the CPU, so that accelerators stay
-        # free for programs that run.
-        if not jax.config.jax_platforms:  # type: ignore[attr-defined]
-            jax.config.update("jax_platforms", "cpu")
+        prepare_compiler(topology, arguments.compiler)
         return
     for option in _OPTIONS:
         if getattr(arguments, option) is not None:
@@ -77,6 +73,19 @@ def check_verify_options(arguments: argparse.Namespace, topology: Topology | Non
                 f"--{option.replace('_', '-')} is used with --verify, which is not given",
                 fix="add --verify",
             )
+
+
+def prepare_compiler(topology: Topology | None, platform: Any = None) -> None:
+    """Check that the compiler is installed, before anything is traced, and export on the CPU.
+
+    Raises:
+      StrategyError: The compiler is not installed.
+    """
+    make_target(topology, platform=platform)
+    # Exporting starts the backend of the default device. Use the CPU, so that accelerators stay
+    # free for programs that run.
+    if not jax.config.jax_platforms:  # type: ignore[attr-defined]
+        jax.config.update("jax_platforms", "cpu")
 
 
 def verify_programs(

@@ -165,7 +165,7 @@ class PartitionManager(Manager):
           StrategyError: The rule is `?`, so the compiler decides.
         """
         resolution = self.explain((axis,), mode=mode, shape=None if size is None else (size,))
-        problems = suggest_for_missing_size(resolution, "pass size=")
+        problems = suggest_for_missing_size(resolution.problems, "pass size=")
         raise_problems(problems or needs_sharding(resolution), resolution=resolution)
         return resolution.decisions[0].mesh_axes
 

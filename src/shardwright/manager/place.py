@@ -181,7 +181,7 @@ def global_array(
             raise ShardingError(what, path="global_shape", fix=fix)
     resolution = manager.answer(ShardingRequest(annotation, global_shape, mode))
     if ShapeRequiredError in {problem.error for problem in resolution.problems}:
-        problems = suggest_for_missing_size(resolution, "pass global_shape=")
+        problems = suggest_for_missing_size(resolution.problems, "pass global_shape=")
         raise_problems(problems, resolution=resolution)
     if len(resolution.decisions) != local.ndim:
         what = f"{resolution.annotation} has rank {len(resolution.decisions)}, "

@@ -170,7 +170,7 @@ def _argument_sharding(manager: Manager, leaf: Any, path: str) -> NamedSharding:
     if is_annotation(leaf):
         resolution = manager.answer(ShardingRequest(leaf, path=path))
         fix = 'pass arrays with shardings, or pm.abstract(batch, axes, role="activation")'
-        raise_problems(suggest_for_missing_size(resolution, fix), resolution=resolution)
+        raise_problems(suggest_for_missing_size(resolution.problems, fix), resolution=resolution)
         return manager.sharding_of(resolution)
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and _same_devices(sharding.mesh, manager.mesh):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardwright.errors import Problem, ShapeRequiredError, ShardingError
 from shardwright.resolution.decisions import DimDecision, Resolution, rule_text
@@ -38,9 +38,17 @@ def decision_rule(resolution: Resolution, decision: DimDecision) -> str:
     return "" if decision.rule is None else rule_text(decision.rule, resolution.mode)
 
 
-def suggest_for_missing_size(resolution: Resolution, fix: str) -> list[Problem]:
-    """Return the problems of a resolution. A problem of a missing size gets the caller's fix."""
+def suggest_for_missing_size(problems: Iterable[Problem], fix: str) -> list[Problem]:
+    """Return problems. A problem of a missing size gets the fix of the caller."""
     return [
         dataclasses.replace(problem, fix=fix) if problem.error is ShapeRequiredError else problem
-        for problem in resolution.problems
+        for problem in problems
     ]
+
+
+def without_repeats(problems: Iterable[Problem]) -> list[Problem]:
+    """Return problems without repeats, such as those of several modes."""
+    first: dict[object, Problem] = {}
+    for problem in problems:
+        first.setdefault((problem.path, problem.dim, problem.what, problem.fix), problem)
+    return list(first.values())
