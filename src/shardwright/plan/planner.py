@@ -179,13 +179,6 @@ class PlanReport:
         """Bytes that move between one device and the memory of its host in all runs."""
         return self.walked.work.host_bytes
 
-    def by_mesh_axes(self) -> dict[tuple[str, ...], int]:
-        """Return the bytes that one device sends over each set of mesh axes."""
-        sent: Counter[tuple[str, ...]] = Counter()
-        for event in self.events:
-            sent[event.mesh_axes] += event.total_wire_bytes
-        return dict(sent)
-
     def by_axis(self) -> dict[str, int]:
         """Return the bytes that one device sends because of each semantic axis.
 
