@@ -300,7 +300,6 @@ class SlotArrays(Arrays):
         setup = self._setup
         tokens, entries = _chunks_of(chunks, (setup.prefill_rows, setup.chunk))
         entries[1, list(kept)] = 1
-        sampling = {row: each.sampling for row, each in sequences.items()}
         with setup.under(MODE_PREFILL):
             self.rows, self._following = _prefill(
                 setup.model,
@@ -308,7 +307,7 @@ class SlotArrays(Arrays):
                 setup.prefill_params,
                 tokens,
                 entries,
-                rules_of(setup.prefill_rows, sampling),
+                _rules_of(setup.prefill_rows, sequences),
             )
         return self._following.readable()
 
@@ -322,11 +321,7 @@ class SlotArrays(Arrays):
             ]
         )
         source, following = self._rows_for_insert(), self._following_for_insert()
-        rules = rules_of(
-            rows,
-            {row: each.sampling for row, each in sequences.items()},
-            {row: each.limit for row, each in sequences.items()},
-        )
+        rules = _rules_of(rows, sequences)
         with setup.under(MODE_INSERT):
             self.slots, refused = _insert(self.slots, source, entries, following, rules)
         return RefusalCodes.of(refused)
@@ -439,7 +434,9 @@ class SlotArrays(Arrays):
         setup = self._setup
         assert setup.manager is not None
         assert setup.prefill_manager is not None
-        transit = setup.create_transit()
+        # A prompt that was read in part passes through this batch on its way from the mesh of the
+        # slots to the mesh of prefill.
+        transit = setup.create_rows(setup.manager)
         with setup.manager.for_mode(MODE_PREFILL):
             rows, refused = _resume(transit, self.slots.caches, slots)
         return _moved(rows, setup.prefill_manager.for_mode(MODE_PREFILL)), refused
@@ -572,12 +569,7 @@ class PageArrays(Arrays):
             # JAX counts negative indices from the end, so NO_PAGE must not reach the devices.
             tables[at, : len(pages)] = np.where(pages == NO_PAGE, self.pages, pages)
             state[:, at] = each.length, each.last, each.index
-        rules = rules_of(
-            count,
-            {at: each.sampling for at, each in sequences.items()},
-            {at: each.limit for at, each in sequences.items()},
-        )
-        return PagedBatch(tables=tables, state=state, rules=rules)
+        return PagedBatch(tables=tables, state=state, rules=_rules_of(count, sequences))
 
 
 def _moved(caches: Caches, target: PartitionManager) -> Caches:
@@ -597,6 +589,12 @@ def _chunks_of(
         tokens[row, : len(chunk)] = chunk
         entries[0, row] = len(chunk)
     return tokens, entries
+
+
+def _rules_of(count: int, sequences: Mapping[int, SequenceState]) -> np.ndarray:
+    """Return how many tokens each sequence of a batch writes, and how it draws them."""
+    sampling = {at: each.sampling for at, each in sequences.items()}
+    return rules_of(count, sampling, {at: each.limit for at, each in sequences.items()})
 
 
 def _lengths(caches: Caches) -> tuple[int, ...]:

@@ -90,27 +90,19 @@ class Setup:
             )
         return contextlib.nullcontext() if manager is None else manager.for_mode(mode)
 
-    def create_rows(self) -> Caches:
-        """Create the caches of the prefill batch. They are dense if the slots are paged."""
-        with self.under(MODE_PREFILL), _naming("prefill_rows", self.prefill_rows):
-            return self._empty_rows()
+    def create_rows(self, manager: PartitionManager | None = None) -> Caches:
+        """Create the caches of the prefill batch. They are dense if the slots are paged.
 
-    def create_transit(self) -> Caches:
-        """Create a prefill batch on the mesh of the slots.
-
-        A prompt that was read in part passes through this batch on its way from the mesh of the
-        slots to the mesh of prefill.
+        Args:
+          manager: The manager of the mesh that the caches are on. Defaults to that of prefill.
         """
-        assert self.manager is not None
-        with self.manager.for_mode(MODE_PREFILL), _naming("prefill_rows", self.prefill_rows):
-            return self._empty_rows()
-
-    def _empty_rows(self) -> Caches:
+        under = self.under(MODE_PREFILL) if manager is None else manager.for_mode(MODE_PREFILL)
         kind, options = ("dense", {}) if self.kind == "paged" else (self.kind, self.options)
-        caches = steps.create_caches(
-            kind, self.shape, batch=self.prefill_rows, capacity=self.capacity, options=options
-        )
-        return on_device(caches, self.device)
+        with under, _naming("prefill_rows", self.prefill_rows):
+            caches = steps.create_caches(
+                kind, self.shape, batch=self.prefill_rows, capacity=self.capacity, options=options
+            )
+            return on_device(caches, self.device)
 
     def create_slots(self) -> SlotState:
         """Create the slots."""
@@ -138,14 +130,11 @@ def placed(
     """
     if _jax.is_deleted((params, prefill_params)):
         raise deleted_weights()
-    arrays = [leaf for leaf in jax.tree.leaves((params, prefill_params)) if _is_array(leaf)]
+    leaves = jax.tree.leaves((params, prefill_params))
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     devices = {device for array in arrays for device in array.sharding.device_set}
     device = devices.pop() if manager is None and len(devices) == 1 else None
     return on_device(params, device), on_device(prefill_params, device), device
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array)
 
 
 def on_device(tree: T, device: jax.Device | None) -> T:
@@ -159,7 +148,7 @@ def on_device(tree: T, device: jax.Device | None) -> T:
     if device is None:
         return tree
     placed: T = jax.tree.map(
-        lambda leaf: jax.device_put(leaf, device) if _is_array(leaf) else leaf, tree
+        lambda leaf: jax.device_put(leaf, device) if isinstance(leaf, jax.Array) else leaf, tree
     )
     return placed
 

@@ -271,17 +271,17 @@ def check_weights(new: Any, old: Any, name: str) -> Any:
     if structure != jax.tree.structure(old):
         raise _different_trees([path for path, _ in given], [path for path, _ in served], name)
     paths = [f"{name}/{path_text(path)}" if path else name for path, _ in given]
-    raise_problems(
-        [
-            problem
-            for path, (_, leaf) in zip(paths, given, strict=True)
-            for problem in _value_problems(path, leaf)
-        ]
-    )
+    problems: list[Problem] = []
+    for path, (_, leaf) in zip(paths, given, strict=True):
+        if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) or not hasattr(leaf, "shape"):
+            problems += [*checks.check_alive(path, leaf), *checks.check_value(path, leaf)]
+            continue
+        what = f"{type(leaf).__name__} has no values"
+        problems.append(Problem(error=ServingError, what=what, path=path, fix="pass arrays"))
+    raise_problems(problems)
     dtypes = {jnp.result_type(leaf) for _, leaf in served}
     floats = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
     common = next(iter(floats)) if len(floats) == 1 else None
-    problems = []
     for path, (_, leaf), (_, kept) in zip(paths, given, served, strict=True):
         own, required = jnp.result_type(leaf), jnp.result_type(kept)
         is_cast = common is not None and jnp.issubdtype(own, jnp.floating)
@@ -296,14 +296,6 @@ def check_weights(new: Any, old: Any, name: str) -> Any:
         problems.append(Problem(error=ServingError, what=what, path=path, fix=fix))
     raise_problems(problems)
     return common
-
-
-def _value_problems(path: str, leaf: Any) -> list[Problem]:
-    """Return a problem if a weight has no value, or a value that JAX cannot hold."""
-    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) or not hasattr(leaf, "shape"):
-        return [*checks.check_alive(path, leaf), *checks.check_value(path, leaf)]
-    what = f"{type(leaf).__name__} has no values"
-    return [Problem(error=ServingError, what=what, path=path, fix="pass arrays")]
 
 
 def _different_trees(given: list[Any], served: list[Any], name: str) -> ServingError:
