@@ -110,6 +110,11 @@ class KVCache(abc.ABC):
         }
 
     @property
+    def arrays(self) -> dict[str, Any]:
+        """The arrays by field: `jax.Array`s, or `jax.ShapeDtypeStruct`s."""
+        return {name: getattr(self, name) for name in self.array_axes}
+
+    @property
     def buffer_axes(self) -> dict[str, AxisNames]:
         """The annotations of `buffers`, by field."""
         return {

@@ -32,8 +32,6 @@ _BROKEN = (
 _CLASSES: Mapping[str, Any] = MappingProxyType(
     {kind.cache.__name__: kind.cache for kind in KINDS.values()}
 )
-# Arrays by field of the cache: `jax.Array`s, or `jax.ShapeDtypeStruct`s for orbax to read.
-ArraysByField = dict[str, Any]
 
 
 def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
@@ -83,7 +81,7 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
         raise CacheError(what, path="path", fix=fix) from error
 
 
-def _check_saveable(cache: KVCache) -> ArraysByField:
+def _check_saveable(cache: KVCache) -> dict[str, Any]:
     """Return the arrays of a cache that can be saved."""
     check_outside_of_trace("a cache can be saved", CacheError)
     if type(cache).__name__ not in _CLASSES:
@@ -92,7 +90,7 @@ def _check_saveable(cache: KVCache) -> ArraysByField:
             path="cache",
             fix=f"save one of {', '.join(_CLASSES)}, or save the arrays of this one yourself",
         )
-    arrays = _arrays(cache)
+    arrays = cache.arrays
     if any(not isinstance(array, jax.Array) or array.is_deleted() for array in arrays.values()):
         raise CacheError(
             "some of its arrays are deleted, or are only shapes",
@@ -147,7 +145,7 @@ def restore(
         if like is not None:
             _check_like(like, cls, spec, shapes)
             spec = like.spec
-            shardings = {name: x.sharding for name, x in _arrays(like).items()}
+            shardings = {name: x.sharding for name, x in like.arrays.items()}
         else:
             manager = context.current() if manager is None else manager
             spec = dataclasses.replace(spec, mode=read_mode(mode, manager, spec.mode))
@@ -178,10 +176,6 @@ def _readable(what: str, fix: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, OSError) as err:
         raise CacheError(what, path="path", fix=fix) from err
-
-
-def _arrays(cache: KVCache) -> ArraysByField:
-    return {name: getattr(cache, name) for name in cache.array_axes}
 
 
 def _read_description(orbax: Any, checkpointer: Any, directory: str) -> dict[str, Any]:
@@ -222,7 +216,7 @@ def _check_like(
         fix = "create like with the same options of the kind"
         rows = [
             (name, f"{x.dtype}{list(x.shape)}", f"{own.dtype}{list(own.shape)}")
-            for name, own in _arrays(like).items()
+            for name, own in like.arrays.items()
             for x in (shapes[name],)
         ]
     refuse(
@@ -237,7 +231,7 @@ def _check_like(
             for name, saved, own in rows
         ),
     )
-    if any(getattr(x, "sharding", None) is None for x in _arrays(like).values()):
+    if any(getattr(x, "sharding", None) is None for x in like.arrays.values()):
         raise CacheError(
             "the arrays of like have no shardings: jax.eval_shape does not keep them",
             path="like",

@@ -154,7 +154,7 @@ def reshard(
         plan = plan_reshard(cache, mode, manager=manager)
         if isinstance(manager.mesh, AbstractMesh) and not _jax.in_trace():
             raise constraint.no_devices()
-        arrays = _move(plan, manager.mesh, _arrays(cache), donate=donate)
+        arrays = _move(plan, manager.mesh, cache.arrays, donate=donate)
     fields: dict[str, Any] = {"spec": dataclasses.replace(cache.spec, mode=mode), **arrays}
     return dataclasses.replace(cache, **fields)
 
@@ -176,10 +176,6 @@ def _target(
     mode = read_mode(mode, manager)
     assert mode is not None
     return manager, mode
-
-
-def _arrays(cache: KVCache) -> dict[str, Any]:
-    return {name: getattr(cache, name) for name in cache.array_axes}
 
 
 def _sources(cache: KVCache, manager: PartitionManager) -> dict[str, PartitionSpec | None]:
@@ -238,7 +234,7 @@ def _copy(
     with manager:
         specs = _target_specs(cache, manager, mode)
     copies: dict[str, jax.Array] = {}
-    for name, array in _arrays(cache).items():
+    for name, array in cache.arrays.items():
         target = NamedSharding(manager.mesh, specs[name])
         # On a device that both meshes have, the copy may share the memory of the array.
         apart = isinstance(array, jax.Array) and array.sharding.device_set.isdisjoint(

@@ -147,7 +147,7 @@ def _append(
     filled = ambient_sharding(mode).place(filled & written[:, None], (BATCH, KV_LENGTH))
     # The new rows are visible to all queries of this call, because the caller's mask is causal.
     visible = jnp.broadcast_to(filled[:, None, None], (cache.batch, 1, q_length, capacity))
-    k, v = _plain(view.k, view.k_scale, key.dtype), _plain(view.v, view.v_scale, value.dtype)
+    k, v = view.dequantized(str(key.dtype))
     return k, v, visible if mask is None else visible & mask
 
 
@@ -175,10 +175,6 @@ def _cache_of(variables: dict[str, Any], key: Any, mode: str | None) -> Any:
     return QuantizedCache(
         spec=spec, length=length, start=None, k=k, v=v, k_scale=k_scale, v_scale=v_scale
     )
-
-
-def _plain(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
-    return x if scale is None else (x.astype(jnp.float32) * scale[..., None]).astype(dtype)
 
 
 def _check(key: Any, value: Any, query_states: Any) -> None:
