@@ -122,10 +122,9 @@ def quantized_dot_general(
       out_sharding: As in `jax.lax.dot_general`, for meshes with Explicit axes.
 
     Raises:
-      LayerError: An operand does not have floats, JAX does not promote the dtypes, or `bits` is not
-        from 4 to 8. Or the quantized operand has zero points, has values other than signed integers
-        of at most 8 bits, or has scales that do not fit the values or differ along a contracted
-        dim.
+      LayerError: An operand does not have floats, or `bits` is not from 4 to 8. Or the quantized
+        operand has zero points, has values other than signed integers of at most 8 bits, or has
+        scales that do not fit the values or differ along a contracted dim.
     """
     (left_contract, right_contract), (left_batch, right_batch) = dimension_numbers
     stored = isinstance(rhs, Quantized)
@@ -136,14 +135,13 @@ def quantized_dot_general(
         batch=(tuple(left_batch), tuple(right_batch)),
         ranks=(lhs.ndim, rhs.value.ndim if stored else rhs.ndim),
     )
+    dtype = preferred_element_type
+    if dtype is None:
+        dtype = lhs.dtype if stored else jnp.result_type(lhs, rhs)
     call = _DotCall(
         dims=dims,
         bits=check_bits(bits),
-        dtype=jnp.dtype(
-            _promoted(lhs, None if stored else rhs)
-            if preferred_element_type is None
-            else preferred_element_type
-        ),
+        dtype=jnp.dtype(dtype),
         dtypes=(lhs.dtype, None if stored else rhs.dtype),
         out_sharding=out_sharding,
         specs=(explicit_entries(lhs), None if stored else explicit_entries(rhs)),
@@ -195,16 +193,6 @@ class _DotCall:
     dtypes: tuple[Any, Any]
     out_sharding: Any
     specs: tuple[tuple[Any, ...] | None, tuple[Any, ...] | None]
-
-
-def _promoted(lhs: Any, rhs: Any) -> Any:
-    if rhs is None:
-        return lhs.dtype
-    try:
-        return jnp.result_type(lhs, rhs)
-    except ValueError as error:
-        what = f"JAX does not promote {lhs.dtype} and {rhs.dtype} to a common dtype"
-        raise LayerError(what, fix="pass preferred_element_type=, or cast an operand") from error
 
 
 def _checked(rhs: Quantized, contract: Sequence[int]) -> Quantized:
