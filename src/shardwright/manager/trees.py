@@ -25,7 +25,7 @@ from shardwright.resolution.partition_specs import spec_text
 from shardwright.resolution.recent import Shardings
 from shardwright.resolution.request import ShardingRequest
 from shardwright.trees import annotated, initialize, paths
-from shardwright.vocabulary.annotations import ArraySpec, is_annotation, tree_of_annotations
+from shardwright.vocabulary.annotations import is_annotation, tree_of_annotations
 from shardwright.vocabulary.axes import Role
 
 
@@ -160,7 +160,7 @@ def map_leaves(values: Any, annotations: Any, f: Callable[[annotated.Leaf], Any]
             ]
             resolution = resolution or error.resolution
     raise_problems(problems, resolution=resolution)
-    return jax.tree.unflatten(jax.tree.structure(values, is_leaf=_is_spec), results)
+    return jax.tree.unflatten(jax.tree.structure(values, is_leaf=paths.is_array_spec), results)
 
 
 def with_shardings(values: Any, shardings: Any) -> Any:
@@ -170,7 +170,7 @@ def with_shardings(values: Any, shardings: Any) -> Any:
       StrategyError: Leaves have no shape and dtype.
       IndivisibleError: JAX refuses a sharding for a symbolic size.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(values, is_leaf=_is_spec)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(values, is_leaf=paths.is_array_spec)
     results: list[Any] = []
     problems: list[Problem] = []
     for (path, value), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
@@ -193,7 +193,3 @@ def with_shardings(values: Any, shardings: Any) -> Any:
         results.append(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
     raise_problems(problems)
     return jax.tree.unflatten(structure, results)
-
-
-def _is_spec(leaf: object) -> bool:
-    return isinstance(leaf, ArraySpec)

@@ -17,7 +17,7 @@ from shardwright.errors import Problem, ShardingError, StrategyError, raise_prob
 from shardwright.manager.memory import is_host
 from shardwright.resolution.partition_specs import UNCONSTRAINED, entry_names
 from shardwright.resolution.patterns import compile_pattern
-from shardwright.trees.paths import path_text
+from shardwright.trees.paths import path_text, spread
 from shardwright.trees.tensors import whole_bytes
 from shardwright.vocabulary.shown import data_of, text_of
 
@@ -148,11 +148,11 @@ def bytes_by_path(tree: Any, shardings: Any = None) -> TreeBytes:
     >>> found.total, found.per_device, found.replicated, found.leaves[0].replicated_over
     (64, 64, 448, ('dp',))
     """
-    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
     leaf_shardings = (
         [getattr(leaf, "sharding", None) for _, leaf in pairs]
         if shardings is None
-        else _spread(structure, tree, shardings)
+        else _spread(tree, shardings)
     )
     leaves: list[LeafBytes] = []
     problems: list[Problem] = []
@@ -229,18 +229,10 @@ def leaf_bytes(value: Any, sharding: Any, *, path: str = "") -> LeafBytes:
     )
 
 
-def _spread(structure: Any, tree: Any, shardings: Any) -> list[Any]:
+def _spread(tree: Any, shardings: Any) -> list[Any]:
     """Return the sharding of each array. A sharding may cover a whole subtree."""
-    covers, outer = jax.tree.flatten(shardings, is_leaf=lambda leaf: isinstance(leaf, Sharding))
     try:
-        parts = outer.flatten_up_to(tree)  # type: ignore[attr-defined]
+        return spread(shardings, tree, lambda leaf: isinstance(leaf, Sharding))
     except ValueError as error:
         what = f"the tree of shardings does not fit the tree: {str(error).splitlines()[0]}"
         raise StrategyError(what, fix="pass pm.shardings(...) of the same tree") from error
-    each = [
-        sharding
-        for sharding, part in zip(covers, parts, strict=True)
-        for _ in range(len(jax.tree.leaves(part)))
-    ]
-    assert len(each) == structure.num_leaves
-    return each

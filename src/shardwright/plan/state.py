@@ -22,6 +22,7 @@ from shardwright.plan.memory import LeafBytes, TreeBytes, leaf_bytes
 from shardwright.resolution.decisions import DimDecision, Reason, Resolution
 from shardwright.resolution.free_axes import policy_notes
 from shardwright.resolution.request import ShardingRequest
+from shardwright.trees.paths import spread
 from shardwright.trees.tensors import Tensor, is_dtype
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.shown import data_of
@@ -252,19 +253,17 @@ def read_holds(shapes: Sequence[Any], holds: Any) -> list[Category | None]:
     categories: list[Category | None] = []
     for tree, names in zip(shapes, holds, strict=True):
         # For JAX, None is a tree without leaves. Here, None leaves the category of a subtree open.
-        covers, structure = jax.tree.flatten(names, is_leaf=lambda name: name is None)
-        try:
-            parts = structure.flatten_up_to(tree)  # type: ignore[attr-defined]
-        except ValueError as error:
-            what = f"holds does not fit the argument: {str(error).splitlines()[0]}"
-            raise StrategyError(what, fix=fix) from error
-        for name, part in zip(covers, parts, strict=True):
-            if name is not None and name not in known:
+        for name in jax.tree.leaves(names):
+            if name not in known:
                 hint = did_you_mean(str(name), known)
                 what = f"holds names the unknown category {name!r}"
                 raise StrategyError(what, fix=hint or f"categories are {', '.join(sorted(known))}")
-            category = None if name is None else Category(name)
-            categories += [category] * len(jax.tree.leaves(part))
+        try:
+            covers = spread(names, tree, lambda name: name is None)
+        except ValueError as error:
+            what = f"holds does not fit the argument: {str(error).splitlines()[0]}"
+            raise StrategyError(what, fix=fix) from error
+        categories += [None if name is None else Category(name) for name in covers]
     return categories
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,21 @@ def path_text(path: Sequence[Any]) -> str:
 def is_array_spec(value: Any) -> bool:
     """Tell whether a value is an `ArraySpec`, which is a leaf of every tree."""
     return isinstance(value, ArraySpec)
+
+
+def spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
+    """Return for each leaf of a tree the leaf of a prefix that covers it.
+
+    Raises:
+      ValueError: `prefix` is not a prefix of the tree. JAX's message says where.
+    """
+    covers, structure = jax.tree.flatten(prefix, is_leaf=is_leaf)
+    parts = structure.flatten_up_to(tree)  # type: ignore[attr-defined]
+    return [
+        cover
+        for cover, part in zip(covers, parts, strict=True)
+        for _ in range(len(jax.tree.leaves(part)))
+    ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

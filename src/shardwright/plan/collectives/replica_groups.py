@@ -63,10 +63,7 @@ def parse_groups(text: str, *, devices: int) -> Groups:
     else:
         raise _unknown(text)
     if not groups or any(not group or max(group) >= devices for group in groups):
-        raise ProgramError(
-            f"groups {text!r} do not fit a program for {devices} devices",
-            fix="pass the program as it was compiled",
-        )
+        raise _misfit(text, devices)
     return groups
 
 
@@ -83,11 +80,15 @@ def parse_pairs(text: str, *, devices: int) -> Groups:
     if any(len(pair) != 2 for pair in pairs):
         raise _unknown(text)
     if any(max(pair) >= devices for pair in pairs):
-        raise ProgramError(
-            f"pairs {text!r} do not fit a program for {devices} devices",
-            fix="pass the program as it was compiled",
-        )
+        raise _misfit(text, devices)
     return pairs
+
+
+def _misfit(text: str, devices: int) -> ProgramError:
+    return ProgramError(
+        f"the groups or pairs {text!r} do not fit a program for {devices} devices",
+        fix="pass the program as it was compiled",
+    )
 
 
 def _unknown(text: str) -> ProgramError:

@@ -166,11 +166,7 @@ def _element(module: Module, frame: Frame, name: str, index: int) -> int | None:
     if instruction.opcode in ("copy", "opt-barrier"):
         return _element(module, frame, instruction.operands[0], index)
     if instruction.opcode == "parameter":
-        argument: Any = (
-            frame.arguments[int(instruction.literal)]
-            if int(instruction.literal) < len(frame.arguments)
-            else ()
-        )
+        argument = _argument(frame, instruction)
         if argument and isinstance(argument[0], Frame):
             return _element(module, argument[0], argument[1], index)
         value: int | None = argument[index] if index < len(argument) else None
@@ -179,6 +175,11 @@ def _element(module: Module, frame: Frame, name: str, index: int) -> int | None:
         inner = called(module, _callee(instruction), frame, instruction.operands)
         return _element(module, inner, inner.computation.root.name, index)
     return None
+
+
+def _argument(frame: Frame, parameter: Instruction) -> Any:
+    at = int(parameter.literal)
+    return frame.arguments[at] if at < len(frame.arguments) else ()
 
 
 def _callee(instruction: Instruction) -> str:
@@ -212,11 +213,7 @@ def _computed(module: Module, frame: Frame, instruction: Instruction) -> int | N
         )
     if instruction.opcode == "parameter":
         # An argument is a caller's (frame, name), or a loop's state, which only `_element` reads.
-        argument: Any = (
-            frame.arguments[int(instruction.literal)]
-            if int(instruction.literal) < len(frame.arguments)
-            else ()
-        )
+        argument = _argument(frame, instruction)
         return _value(module, *argument) if argument and isinstance(argument[0], Frame) else None
     if instruction.opcode in ("fusion", "call"):
         inner = called(module, _callee(instruction), frame, instruction.operands)
