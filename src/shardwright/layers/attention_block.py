@@ -216,11 +216,9 @@ def init_scaling(config: AttentionConfig, *, layers: int | None = None) -> dict[
       config: Sizes and options.
       layers: Size of a leading dim, for stacked parameters. Defaults to none.
     """
-    if not isinstance(config.recipe, fp8.DelayedScaling):
-        return None
     # q, k and v share one quantized input, so there is one scaling per input.
     groups = {"qkv": ("query", "key", "value"), "out": ("out",)}
-    return {group: fp8.init(config.recipe, names, layers=layers) for group, names in groups.items()}
+    return projection.init_scaling(config.recipe, groups, layers)
 
 
 def init_cache(

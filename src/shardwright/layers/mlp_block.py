@@ -10,7 +10,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardwright.errors import LayerError
-from shardwright.layers import fp8, norm, projection
+from shardwright.layers import norm, projection
 from shardwright.layers.activation import CLAMP, NAMES, Clamp, gated
 from shardwright.layers.dropout import dropout
 from shardwright.layers.dtypes import FLOAT32, Dtypes
@@ -104,9 +104,7 @@ def init_scaling(config: MlpConfig, *, layers: int | None = None) -> dict[str, A
       config: Sizes and options.
       layers: Size of a leading dim, for stacked parameters. Defaults to none.
     """
-    if not isinstance(config.recipe, fp8.DelayedScaling):
-        return None
-    return {name: fp8.init(config.recipe, [name], layers=layers) for name in ("up", "down")}
+    return projection.init_scaling(config.recipe, {"up": ("up",), "down": ("down",)}, layers)
 
 
 def apply(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,10 @@ import jax
 from shardwright.errors import LayerError, raise_problems
 from shardwright.layers import dense, lora
 from shardwright.layers.dense import NamedSizes
+from shardwright.layers.fp8 import state as scaling
 from shardwright.layers.fp8.dense import DenseResult
 from shardwright.layers.fp8.dense import dense as quantized_dense
-from shardwright.layers.fp8.recipe import Recipe
+from shardwright.layers.fp8.recipe import DelayedScaling, Recipe
 from shardwright.layers.fp8.state import USES_FIX
 from shardwright.layers.fp8.weights import stored
 from shardwright.layers.lora import LoraConfig
@@ -40,6 +41,21 @@ def specs(
         given = {"init": options.get("init"), "dtypes": options["dtypes"]}
         tree["lora"] = lora.specs(adaptation, inputs, outputs, **given)
     return tree
+
+
+def init_scaling(
+    recipe: Any, groups: Mapping[str, Sequence[str]], layers: int | None
+) -> dict[str, Any] | None:
+    """Return the first state of delayed scaling, by input; None for other recipes.
+
+    Args:
+      recipe: The recipe of the block, or None.
+      groups: Names of the kernels of each input.
+      layers: Size of a leading dim, for stacked parameters, or None.
+    """
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    return {group: scaling.init(recipe, names, layers=layers) for group, names in groups.items()}
 
 
 def gather_weights(

@@ -213,7 +213,27 @@ def apply(
         # `gather` undoes the FSDP sharding of the weights. Other mesh axes, such as those of
         # EXPERT, still shard the weights inside the `shard_map`, by `_USED_AS`.
         params = manager.gather(params, specs(config), path=path, mode=mode)
-        y, sums = _over_shards(config, dispatch, manager, params, state.bias, x, valid, mode)
+        axes = _token_axes(x.shape)
+        # The sums are over all devices, so they leave the `shard_map` replicated.
+        totals = {"load": (EMPTY,), "losses": (EMPTY,)} if config.has_loss else {"load": (EMPTY,)}
+        in_axes = (
+            {name: _USED_AS[name] for name in params},
+            None if state.bias is None else (EMPTY,),
+            axes,
+            None if valid is None else axes[:-1],
+        )
+        # Remember the function in the manager, so that layers with the same options share one
+        # trace.
+        on_shard = manager.remember(
+            ("moe", config, dispatch, axes, state.bias is None, valid is None, mode),
+            lambda: manager.shard_map(
+                functools.partial(_on_shard, config, dispatch),
+                in_axes=in_axes,
+                out_axes=(axes, totals),
+                mode=mode,
+            ),
+        )
+        y, sums = on_shard(params, state.bias, x, valid)
     whole = dispatch.own_tokens * dispatch.senders
     stats = _stats(config, sums, tokens=None if valid is not None else whole)
     return y.astype(config.dtypes.output), MoEState(bias=state.bias, stats=stats)
@@ -379,40 +399,6 @@ def _check(config: MoEConfig, params: Any, x: Any, state: MoEState, path: str | 
             f"the router's bias has shape {state.bias.shape}, not ({config.experts},)",
             fix="pass one number per expert, such as jnp.zeros(experts)",
         )
-
-
-def _over_shards(
-    config: MoEConfig,
-    dispatch: Dispatch,
-    manager: PartitionManager,
-    params: Any,
-    bias: Any,
-    x: Any,
-    valid: Any,
-    mode: str | None,
-) -> tuple[Any, dict[str, Any]]:
-    """Run the layer on the shards of tokens and experts."""
-    axes = _token_axes(x.shape)
-    # The sums are over all devices, so they leave the `shard_map` replicated.
-    sums = {"load": (EMPTY,), "losses": (EMPTY,)} if config.has_loss else {"load": (EMPTY,)}
-    weight_axes = {name: _USED_AS[name] for name in params}
-    # Remember the function in the manager, so that layers with the same options share one trace.
-    on_shard = manager.remember(
-        ("moe", config, dispatch, axes, bias is None, valid is None, mode),
-        lambda: manager.shard_map(
-            functools.partial(_on_shard, config, dispatch),
-            in_axes=(
-                weight_axes,
-                None if bias is None else (EMPTY,),
-                axes,
-                None if valid is None else axes[:-1],
-            ),
-            out_axes=(axes, sums),
-            mode=mode,
-        ),
-    )
-    y, totals = on_shard(params, bias, x, valid)
-    return y, totals
 
 
 def _on_shard(
