@@ -94,7 +94,12 @@ def _tables(facts: Facts, results: Sequence[ArrayFacts]) -> list[Tables]:
     # In a tied model, the output projection is the token table itself.
     is_tied = [any(not tied.isdisjoint(finest(each.key)) for each in group) for group in groups]
     fitting = [_rows(group[0]) in counts and _has_length(group) for group in groups]
-    is_alone = len(groups) == 1 and _has_length(groups[0]) and not _reads_others(facts, groups[0])
+    is_alone = len(groups) == 1 and _has_length(groups[0])
+    # If the model also reads features, the indices of a table may be positions, not tokens.
+    is_alone = is_alone and not any(matmul.reads_inputs for matmul in facts.projections)
+    is_alone = is_alone and not any(
+        atom.given for lookup in groups[0] for dim in lookup.row for atom in finest(dim)
+    )
     return [
         Tables(
             lookups=group,
@@ -126,15 +131,6 @@ def _has_length(group: Iterable[TableLookup]) -> bool:
     return any(
         atom.name in LENGTHS for lookup in group for dim in lookup.index for atom in finest(dim)
     )
-
-
-def _reads_others(facts: Facts, group: Iterable[TableLookup]) -> bool:
-    """Tell whether the model also reads features.
-
-    If it does, the indices of a table may be positions, not tokens.
-    """
-    is_added = any(atom.given for lookup in group for dim in lookup.row for atom in finest(dim))
-    return is_added or any(matmul.reads_inputs for matmul in facts.projections)
 
 
 def _rows(lookup: TableLookup) -> int:

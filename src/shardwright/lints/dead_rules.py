@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from shardwright.lints.finding import Code, Finding, Severity
 from shardwright.lints.subject import NO_PARAMETER_HAS, Subject, axes_of, role_of
@@ -99,7 +99,12 @@ def shadowed_tensors(subject: Subject) -> Iterator[Finding]:
         matched = [tensor for tensor in weights if subject.rules.tensors[at].matches(tensor.path)]
         for axis, rule in subject.tables.get(("tensors", str(at)), {}).items():
             own_paths = [tensor.path for tensor in matched if axis in axes_of(tensor)]
-            shadower = _shadower(axis, pattern, own_paths, first, deciding)
+            # The shadower is the first earlier entry that decides the axis wherever this one would.
+            same = [first[axis, text] for text in (pattern, *_EVERYTHING) if (axis, text) in first]
+            entries = [deciding.get((axis, path)) for path in own_paths]
+            shadower = min(same, default=None)
+            if not same and own_paths and None not in entries:
+                shadower = entries[0]
             first.setdefault((axis, pattern), at)
             for path in own_paths:
                 deciding.setdefault((axis, path), at)
@@ -119,29 +124,6 @@ def shadowed_tensors(subject: Subject) -> Iterator[Finding]:
 
 def _file(subject: Subject, at: int) -> str:
     return subject.source("tensors", str(at)).rpartition(":")[0]
-
-
-def _shadower(
-    axis: str,
-    pattern: str,
-    own_paths: Sequence[str],
-    first: Mapping[tuple[str, str], int],
-    deciding: Mapping[tuple[str, str], int],
-) -> int | None:
-    """Return the first earlier entry that decides an axis wherever this entry would, or None.
-
-    Args:
-      axis: The axis.
-      pattern: Pattern of this entry.
-      own_paths: Paths that this entry matches.
-      first: First entry of each (axis, pattern).
-      deciding: Entry that decides each (axis, path).
-    """
-    same = [first[axis, text] for text in (pattern, *_EVERYTHING) if (axis, text) in first]
-    if same:
-        return min(same)
-    entries = [deciding.get((axis, path)) for path in own_paths]
-    return None if not own_paths or None in entries else entries[0]
 
 
 def mode_changes_nothing(subject: Subject) -> Iterator[Finding]:

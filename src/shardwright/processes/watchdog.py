@@ -401,7 +401,10 @@ class _MainThread:
 
     def look(self) -> tuple[str, float]:
         """Return the lines that the thread is in, and for how many seconds it has waited."""
-        now, main, process = time.monotonic(), _cpu_seconds(self._thread), time.process_time()
+        now, process = time.monotonic(), time.process_time()
+        # Not every platform has a clock per thread; macOS has none.
+        clock: Any = getattr(time, "pthread_getcpuclockid", None)
+        main = 0.0 if clock is None else time.clock_gettime(clock(self._thread.ident))
         elapsed = now - self._before
         busy = (
             main - self._main_cpu > _MAIN_BUSY * elapsed
@@ -416,12 +419,6 @@ class _MainThread:
             self._pending = True
             ctypes.pythonapi.Py_AddPendingCall(self._call, None)
         return _jax.program_lines(self.frame()), now - self._since
-
-
-def _cpu_seconds(thread: threading.Thread) -> float:
-    # Not every platform has a clock per thread; macOS has none.
-    clock: Any = getattr(time, "pthread_getcpuclockid", None)
-    return 0.0 if clock is None else time.clock_gettime(clock(thread.ident))
 
 
 def _no_sign(rank: int, seconds: float) -> str:

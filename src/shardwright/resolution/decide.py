@@ -529,18 +529,6 @@ def _indivisible(
         ends = range(len(live) - 1, -1, -1)
         best = next(live[:end] for end in ends if decider.fits(size, live[:end]))
         return pending.decided(Outcome.POLICY_PREFIX, mesh_axes=best)
-    _add_indivisible(decider, pending, rule, failure, live, size)
-    return pending.decided(Outcome.FAILED)
-
-
-def _add_indivisible(
-    decider: Decider,
-    pending: PendingDecision,
-    rule: Chain,
-    failure: Failure,
-    live: tuple[str, ...],
-    size: int,
-) -> None:
     shards = decider.shards(live)
     over = ", ".join(f"{axis}={decider.sizes[axis]}" for axis in live)
     count = f" ({shards} shards)" if len(live) > 1 else ""
@@ -568,6 +556,7 @@ def _add_indivisible(
         fix=f"{fallback}, or choose a size and a mesh that divide",
         edit=edit,
     )
+    return pending.decided(Outcome.FAILED)
 
 
 def _with_fallback(decider: Decider, rule: Rule, live: tuple[str, ...], size: int) -> str:

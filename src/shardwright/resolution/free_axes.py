@@ -183,7 +183,24 @@ def _added(
     # If no candidate had free mesh axes, the sizes are not the reason, and no error is raised.
     if not tried or rule.fallback is Fallback.REPLICATED:
         return _noted(found, rule, *(f"{policy.none} over {'+'.join(free)}" for free in tried))
-    problem = _none_fits(policy, able, tried[0], rule, array)
+    free, tries = tried[0], []
+    for decision in able:
+        if policy.only_free and decision.mesh_axes:
+            over = "+".join(decision.mesh_axes)
+            tries.append(f"dim {decision.dim} {decision.label} is sharded over {over}")
+            continue
+        sizes = [f"{axis}={array.sizes[axis]}" for axis in (*decision.mesh_axes, *free)]
+        tries.append(f"{array.judged(decision)} over {', '.join(sizes)}")
+    key = policy.key
+    fix = f'end {key} in a fallback, {key} = "{rule.ref.text} | -", which shards {policy.then}'
+    problem = Problem(
+        error=IndivisibleError,
+        what=f"{policy.none} over {'+'.join(free)}: {'; '.join(tries)}",
+        path=array.path or "",
+        rule=str(rule.ref),
+        mesh_axes=free,
+        fix=fix,
+    )
     return dataclasses.replace(found, problems=(problem,))
 
 
@@ -249,30 +266,3 @@ def _widened(
     if policy.only_free:
         note += f", the largest free dim that divides ({chosen.size})"
     return _noted(dataclasses.replace(found, decisions=decisions), rule, note)
-
-
-def _none_fits(
-    policy: _Addition,
-    able: Sequence[DimDecision],
-    free: tuple[str, ...],
-    rule: Rule,
-    array: StoredDims,
-) -> Problem:
-    tries = []
-    for decision in able:
-        if policy.only_free and decision.mesh_axes:
-            over = "+".join(decision.mesh_axes)
-            tries.append(f"dim {decision.dim} {decision.label} is sharded over {over}")
-            continue
-        sizes = [f"{axis}={array.sizes[axis]}" for axis in (*decision.mesh_axes, *free)]
-        tries.append(f"{array.judged(decision)} over {', '.join(sizes)}")
-    key = policy.key
-    fix = f'end {key} in a fallback, {key} = "{rule.ref.text} | -", which shards {policy.then}'
-    return Problem(
-        error=IndivisibleError,
-        what=f"{policy.none} over {'+'.join(free)}: {'; '.join(tries)}",
-        path=array.path or "",
-        rule=str(rule.ref),
-        mesh_axes=free,
-        fix=fix,
-    )

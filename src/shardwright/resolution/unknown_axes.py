@@ -80,7 +80,13 @@ def unknown_axis(axis: str, known: Collection[str], *, declare: str = "") -> Pro
     if canonical in known:  # only the underscores or the case are wrong
         fix = f"write {axis_label(canonical)}, whose value is {canonical!r}"
         return Problem(error=UnknownAxisError, what=f"unknown axis {axis!r}", axis=name, fix=fix)
-    fix = _several_fix(name) or _close_fix(name, known, declare)
+    layout = next((layout for layout in LAYOUTS if layout.upper() == name), "")
+    labels = sorted(axis_label(axis) for axis in known if axis != EMPTY)
+    hint = f"did you mean the layout {layout}?" if layout else hint_text(axes_meant(name, labels))
+    declare = declare or (
+        f'an axis of your own is declared in the strategy: [axes] {name.lower()} = "what it is"'
+    )
+    fix = _several_fix(name) or f"{hint} {declare}".strip()
     return Problem(error=UnknownAxisError, what=f"unknown axis {name!r}", axis=name, fix=fix)
 
 
@@ -94,18 +100,6 @@ def _several_fix(name: str) -> str:
         axes = ", ".join(f'"{member}"' for member in members)
         return f"a dim over several axes is a tuple of them: ({axes})"
     return ""
-
-
-def _close_fix(name: str, known: Iterable[str], declare: str) -> str:
-    layout = next((layout for layout in LAYOUTS if layout.upper() == name), "")
-    labels = sorted(axis_label(axis) for axis in known if axis != EMPTY)
-    hint = hint_text(axes_meant(name, labels))
-    if layout:
-        hint = f"did you mean the layout {layout}?"
-    declare = declare or (
-        f'an axis of your own is declared in the strategy: [axes] {name.lower()} = "what it is"'
-    )
-    return f"{hint} {declare}".strip()
 
 
 def axes_meant(name: str, labels: Iterable[str]) -> list[str]:

@@ -5,7 +5,7 @@ Each failure names the tensor, the axis and the bytes, and shows everything that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -227,7 +227,13 @@ def assert_collectives(
             "assert_collectives asserts nothing: name a kind, as in all_reduce=1, or bytes=; "
             "or use assert_no_collectives"
         )
-    _check_counts({**{str(kind): count for kind, count in wanted.items()}, "bytes": bytes})
+    asked = {**{str(kind): count for kind, count in wanted.items()}, "bytes": bytes}
+    for name, given in asked.items():
+        if given is not None and not isinstance(given, range) and as_integer(given) is None:
+            raise TypeError(
+                f"{name}={given!r} is neither an integer nor a range: write {name}=1, or "
+                f"{name}=range(1, 4) for 1 to 3"
+            )
     # Only bytes depend on element types, and finding the types may take a second compilation.
     compiled = read_program(
         program, args, mesh=mesh, manager=manager, trips=trips, own_types=bytes is not None
@@ -282,16 +288,6 @@ def assert_no_collectives(
             f"{kind}: none is expected, {_count_text(kind, over)} found" for kind in _kinds(over)
         ]
         raise AssertionError(_message(compiled, axis, over, problems))
-
-
-def _check_counts(wanted: Mapping[str, Any]) -> None:
-    __tracebackhide__ = True
-    for name, count in wanted.items():
-        if count is not None and not isinstance(count, range) and as_integer(count) is None:
-            raise TypeError(
-                f"{name}={count!r} is neither an integer nor a range: write {name}=1, or "
-                f"{name}=range(1, 4) for 1 to 3"
-            )
 
 
 def _kinds(collectives: Sequence[Collective]) -> list[Kind]:

@@ -192,7 +192,10 @@ def placed(
             mesh = create_mesh(str(case.spec), devices=devices, axis_types=case.axis_types)
     except ShardingError as error:
         raise _failure(str(error)) from None
-    with nothing_left(), _computing_on(devices[0]):
+    # Place uncommitted arrays on the platform of the mesh, if JAX's default is another one.
+    is_default = devices[0].platform == jax.default_backend()
+    place = contextlib.nullcontext() if is_default else jax.default_device(devices[0])
+    with nothing_left(), place:
         yield mesh
 
 
@@ -233,16 +236,6 @@ def _strategy(strategy: Any, root: Path) -> Any:
     from shardwright.strategy.model import Strategy
 
     return Strategy.read(strategy, root=root) if isinstance(strategy, str | Path) else strategy
-
-
-@contextlib.contextmanager
-def _computing_on(device: jax.Device) -> Iterator[None]:
-    """Place uncommitted arrays on the platform of the mesh, if JAX's default is another one."""
-    if device.platform == jax.default_backend():
-        yield
-    else:
-        with jax.default_device(device):
-            yield
 
 
 def _devices(case: MeshCase, requested: int | None, backend: str) -> list[jax.Device]:

@@ -205,32 +205,10 @@ def read(
     read = {source.file for source in sources.values()}
     others = [file.name for file in sorted(path.glob("*.safetensors")) if file.name not in read]
     notes = [f"not read: {', '.join(others[:10])}"] if others else []
-    checkpoint = _checkpoint(config, sources, notes, dtype=dtype, axes=axes, experts=stack_experts)
-    if stack_layers:
-        specs, layers = _stack_layers(checkpoint.specs, checkpoint.sources, config)
-        count = sum(name not in checkpoint.specs for name in specs)
-        notes = [
-            f"{len(checkpoint.specs) - len(specs) + count} tensors of layers became {count} stacks"
-        ]
-        checkpoint = dataclasses.replace(
-            checkpoint, specs=specs, sources=layers, notes=(*checkpoint.notes, *notes)
-        )
-    return _pad_vocabulary(checkpoint, pad_vocab)
-
-
-def _checkpoint(
-    config: Mapping[str, Any],
-    sources: dict[str, Source],
-    notes: list[str],
-    *,
-    dtype: Any,
-    axes: Mapping[str, Any] | None,
-    experts: bool,
-) -> Checkpoint:
     floats = _float_dtype(dtype)
-    tensors = _stack_experts(sources) if experts else sources
+    tensors = _stack_experts(sources) if stack_experts else sources
     # A stack of experts checks its experts itself.
-    if not experts:
+    if not stack_experts:
         _check_experts(sources, config)
     shapes = {name: source.shape for name, source in tensors.items()}
     annotations = axes_of(shapes, config, axes=axes)
@@ -244,12 +222,18 @@ def _checkpoint(
             f"{len(sources) - len(tensors) + count} tensors of experts became {count} stacks"
         )
     problems: list[Problem] = []
-    specs = {}
+    specs: dict[str, ArraySpec] = {}
     for name, source in tensors.items():
         own = _dtype_of(name, source.dtype, floats, notes, problems)
         specs[name] = ArraySpec(source.shape, own, annotations[name])
     raise_problems(problems)
-    return Checkpoint(config=config, specs=specs, sources=tensors, notes=tuple(notes))
+    if stack_layers:
+        stacks, tensors = _stack_layers(specs, tensors, config)
+        count = sum(name not in specs for name in stacks)
+        notes.append(f"{len(specs) - len(stacks) + count} tensors of layers became {count} stacks")
+        specs = stacks
+    checkpoint = Checkpoint(config=config, specs=specs, sources=tensors, notes=tuple(notes))
+    return _pad_vocabulary(checkpoint, pad_vocab)
 
 
 def _float_dtype(dtype: Any) -> np.dtype[Any] | None:

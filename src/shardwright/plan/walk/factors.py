@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from shardwright.dims.table import Correspondence, FactorRole, FactorsByDim
@@ -27,27 +27,18 @@ def placed(
         if len(factors) == 1 and axes:  # a dim that does not divide is padded
             order[factors[0]] = axes
         elif axes:
-            order |= _shared_out(known, factors, axes, sizes)
+            rest, own = axes, dict[int, tuple[str, ...]]()
+            for factor in factors:
+                count = 0
+                size = known.sizes[factor]
+                while count < len(rest) and size % shards(rest[: count + 1], sizes) == 0:
+                    count += 1
+                own[factor], rest = rest[:count], rest[count:]
+                if not rest:
+                    order |= {held: taken for held, taken in own.items() if taken}
+                if not rest or shards(own[factor], sizes) != size:
+                    break
     return order
-
-
-def _shared_out(
-    known: Correspondence,
-    factors: Sequence[int],
-    axes: tuple[str, ...],
-    sizes: Mapping[str, int],
-) -> dict[int, tuple[str, ...]]:
-    rest, order = axes, {}
-    for factor in factors:
-        count = 0
-        while count < len(rest) and known.sizes[factor] % shards(rest[: count + 1], sizes) == 0:
-            count += 1
-        order[factor], rest = rest[:count], rest[count:]
-        if not rest:
-            return {held: own for held, own in order.items() if own}
-        if shards(order[factor], sizes) != known.sizes[factor]:
-            break
-    return {}
 
 
 def spread(

@@ -262,11 +262,6 @@ def _check_dtypes(dtype: Any, arrays: Any) -> None:
         )
 
 
-def next_position(module: Any) -> Any:
-    """Return the position of the first token of this call. It is 0 if there is no cache yet."""
-    return module.get_variable("cache", "cache_index", 0)
-
-
 def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any], Any, Any]:
     """Append keys and values to the cache, and return all of them with a full mask.
 

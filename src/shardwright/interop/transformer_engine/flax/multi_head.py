@@ -14,7 +14,6 @@ from shardwright.errors import AttentionError, LayerError
 from shardwright.interop.transformer_engine.flax.attention import (
     DotProductAttention,
     check_supported,
-    next_position,
     read_transposed,
     with_cache,
 )
@@ -369,9 +368,10 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
         names = (*leading(self, is_sharded=self.enable_sequence_parallel), HIDDEN_AXES)
         x = constrain(inputs_q, names)
         *arrays, normed = projected(self, x, None if is_self else inputs_kv)
-        # Rotary positions continue where the cache ends.
-        first = self.start if isinstance(self, CrossAttention) else 0
-        starts = (next_position(self),) * 2 if decode else (first, 0)
+        # Rotary positions continue where the cache ends, or at 0 if there is no cache yet.
+        starts = (self.start if isinstance(self, CrossAttention) else 0, 0)
+        if decode:
+            starts = (self.get_variable("cache", "cache_index", 0),) * 2
         arrays = split_heads(self, arrays, starts=starts)
         if decode:
             arrays, mask, bias = with_cache(self, arrays, mask, bias)
