@@ -27,7 +27,7 @@ from shardwright.plan.planner import PlanReport
 from shardwright.plan.profile import recording
 from shardwright.plan.profile.fit import fitted_chip
 from shardwright.plan.profile.intervals import merged, outside, total
-from shardwright.plan.profile.match import planned_for
+from shardwright.plan.profile.measure import planned_for
 from shardwright.plan.profile.operations import read_ops
 from shardwright.plan.profile.result import Profile
 from shardwright.plan.walk.events import Event, Work
