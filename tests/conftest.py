@@ -18,6 +18,9 @@ from hypothesis import HealthCheck, settings
 # Seen in a pipeline on two cores: all threads waited, and XLA ended the process after its timeout.
 os.environ.setdefault("NPROC", "32")
 
+# JAX adds work to each run of the collector: a third of the time in which tests are collected.
+gc.disable()
+
 # No deadlines and no check of speed, because machines are shared.
 for _name, _examples in (("shared", 60), ("thorough", 5000)):
     settings.register_profile(
@@ -111,10 +114,8 @@ def _memory() -> int:
 
 
 def pytest_collection_finish() -> None:
-    """Run the garbage collector rarely, and not over the objects that collection creates.
-
-    JAX adds work to each run of the collector. Thousands of runs take a twentieth of all time.
-    """
+    """Run the garbage collector again, rarely, and not over the objects that collection creates."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
