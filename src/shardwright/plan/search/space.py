@@ -190,7 +190,7 @@ class Space:
 
 def _that_apply(strategy: Strategy, chosen: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     """Return settings without those of `[pipeline]`, if the strategy has none, each once."""
-    found: list[dict[str, str]] = []
+    found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
     for settings in chosen:
         has_pipeline = strategy.pipeline.schedule or "pipeline.schedule" in settings
         own = {
@@ -198,9 +198,8 @@ def _that_apply(strategy: Strategy, chosen: Sequence[dict[str, str]]) -> list[di
             for key, text in settings.items()
             if has_pipeline or not key.startswith("pipeline.")
         }
-        if own not in found:
-            found.append(own)
-    return found
+        found.setdefault(tuple(own.items()), own)
+    return [*found.values()]
 
 
 def _orders(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
