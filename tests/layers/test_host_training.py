@@ -18,6 +18,7 @@ import shardwright as sw
 from shardwright import checkpoint
 from shardwright.layers import attention_block, embedding, loss, mlp_block, transformer_block
 from shardwright.testing import cpu_mesh
+from tests.layers import blocks
 from tests.manager.programs import counting
 from tests.manager.test_memory import host_operands, kinds
 
@@ -71,7 +72,7 @@ def train(pm: sw.PartitionManager, step: Any) -> tuple[Any, list[float]]:
     """Train, with one compilation and no leaf that changes its memory. Return state and losses."""
     counted, traces = counting(step)
     state = abstract(pm, step)
-    params = pm.init(SPECS, jax.random.key(0))
+    params = jax.device_put(blocks.random_params(SPECS), pm.shardings(SPECS))
     state["params"] = params
     state["moments"] = pm.init_state(optimizer_of(step), params, SPECS)
     before, jitted = kinds(state), pm.jit_step(counted, state, AXES)
