@@ -221,6 +221,8 @@ def test_equals_the_scan_everywhere(name: str, mesh: str, repeats: int, kind: An
     check(name, mesh, repeats, kind)
 
 
+@pytest.mark.full
+@pytest.mark.ci
 def test_over_pp_only_microbatches_are_sent() -> None:
     """Two permutes per tick, forward; results too, backward; nothing at the entry and the exit.
 

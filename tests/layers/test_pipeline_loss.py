@@ -196,6 +196,7 @@ def square_head(w: Any, y: Any, _: Any) -> Any:
     return jnp.sum((y @ w) ** 2)
 
 
+@pytest.mark.full(but=["bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_own_layers_and_rows_of_size_one(dtype: str) -> None:
     """Gradients of parameters have their dtype, and are added in float32."""

@@ -59,7 +59,7 @@ def sent(found: Iterable[Any], kind: Kind) -> Counter[Any]:
 
 
 # With two stages, the last scan of 1f1b is one tick, whose last permute a compiler removes.
-@pytest.mark.full(but=["1f1b-pp:4,fsdp:2-auto"])
+@pytest.mark.full(but=["gpipe-pp:4,fsdp:2-auto"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize(
     ("schedule", "mesh"),
