@@ -53,7 +53,7 @@ class Traffic:
       source: Line of the model in the right plan. If only the left plan has the line, the line in
         the left plan.
       moved_from: The line in the left plan, if the line has moved; else "".
-      before: In the left plan, the number of runs, and the bytes that a device sends in all runs.
+      before: Number of runs in the left plan, and bytes that a device sends in all of these runs.
       after: The same in the right plan.
     """
 
@@ -225,9 +225,10 @@ def _lines(plan: Mapping[str, Any]) -> dict[str, frozenset[Hashable]]:
 
 
 def _places(plan: Mapping[str, Any], moved: Mapping[str, str]) -> dict[str, str]:
-    """Return the new place of each line of the left plan that has another place in the right plan.
+    """Return the place of each line of the left plan that has another place in the right plan.
 
-    If a line is gone and another line has its number now, its place is marked `(before)`.
+    A line that moved has its new number. A line that is gone, and whose number another line has
+    now, is marked `(before)`.
     """
     taken = set(moved.values())
     gone = {source for source in _lines(plan) if source in taken and source not in moved}

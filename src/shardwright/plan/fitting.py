@@ -130,7 +130,8 @@ def _first_fitting(
 def _exchanged(sizes: Mapping[str, int], manager: Manager) -> Iterator[dict[str, int]]:
     """Yield the meshes in which one axis gives a factor of its size to another axis of the rules.
 
-    Axes that the mesh lacks come first, so the last mesh axes keep the nearest devices.
+    Axes that the mesh does not have yet are added in front, so that the last mesh axes keep the
+    nearest devices.
     """
     named = set(manager.rules.named_mesh_axes())
     missing = [axis for axis in STANDARD_MESH_AXES if axis in named and axis not in sizes]
@@ -234,7 +235,7 @@ def find_smaller_rules(
 def _changes(
     strategy: Strategy, manager: PartitionManager, state: StateBytes
 ) -> Iterator[dict[str, str]]:
-    """Yield settings that shard the most replicated arrays, and the residual."""
+    """Yield settings that shard the arrays with most replicated bytes, and the residual stream."""
     saved: dict[tuple[str, str], int] = {}
     for leaf in state.leaves:
         if leaf.category in (Category.INPUTS, Category.CACHE):

@@ -59,7 +59,8 @@ class Layout:
 
     Attributes:
       topology: The slices or domains.
-      parts: Mesh axis -> the parts that it covers. A mesh axis of size 1 has none.
+      parts: Mesh axis -> the physical axes, or parts of physical axes, that it covers. A mesh axis
+        of size 1 covers none.
       crossing: Mesh axis -> the number of slices or domains that it crosses, if more than one.
     """
 
@@ -229,8 +230,8 @@ def _parts_of_sides(
 ) -> dict[str, dict[str, int]]:
     """Assign parts of sides to each mesh axis, in the order that `create_device_mesh` prefers.
 
-    It prefers the most devices on whole sides, then the most whole sides, then the most devices on
-    sides that other mesh axes have parts of, then long parts of the first sides.
+    It compares, in this order: more devices on whole sides, more whole sides, more devices on sides
+    that other mesh axes have parts of, longer parts of the first sides.
     """
     free, taken = dict(sides), {}
 

@@ -4,8 +4,9 @@ Every time of a collective comes from here: those of a plan, of the ranking of a
 compiled program.
 
 For GPUs this has the cost model of NCCL, with the constants of `src/graph/tuning.cc` (as of 2026):
-seconds = latency + bytes / bandwidth, and NCCL runs the way with the fewest seconds. LL128, NVLink
-SHARP and CollNet are left out: they only make a collective faster, and not every cluster has them.
+seconds = latency + bytes / bandwidth, and NCCL chooses the algorithm and protocol with the fewest
+seconds. LL128, NVLink SHARP and CollNet are left out: they only make a collective faster, and not
+every cluster has them.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ _TREE: Final = (
 def nccl_ways(
     kind: Kind, inside: int, domains: int, *, pcie: bool = False
 ) -> Iterator[tuple[float, float]]:
-    """Yield the share of the bandwidth and the seconds of latency of each way.
+    """Yield the share of the bandwidth and the seconds of latency of each algorithm and protocol.
 
     Args:
       kind: Kind of collective. NCCL has no model of sends between pairs: an all-to-all counts as a

@@ -182,8 +182,8 @@ class PlanReport:
     def by_axis(self) -> dict[str, int]:
         """Return the bytes that one device sends because of each semantic axis.
 
-        A collective that several axes cause counts for each of them. The key "" is for collectives
-        of specs that were written by hand.
+        If several axes cause a collective, its bytes count for each of these axes. The key "" is
+        for collectives of specs that were written by hand.
         """
         sent: Counter[str] = Counter()
         for event in self.events:
@@ -300,7 +300,7 @@ def price(
       manager: Strategy, mesh and mode.
       traced: Trace of the program. It must fit the manager (`traced.fits(manager)`).
       program: The program that was traced.
-      layout: Assignment of the mesh axes to a slice. By default the report has no times.
+      layout: Assignment of the mesh axes to a slice. Without it, the report has no times.
       renaming: Mesh axes that take the place of those in the trace (`traced.renaming(manager)`).
 
     Raises:
@@ -336,8 +336,8 @@ def price(
 def _check_weights(manager: Manager, traced: Trace, program: Program) -> None:
     """Refuse arguments that are annotated like inputs but used as weights inside the program.
 
-    Under the rules of activations, they would be stored differently than in the program, and a plan
-    would have different collectives.
+    A plan would store these arguments by the rules of activations. The program stores them by the
+    rules of weights, so it would have other collectives than the plan.
 
     Raises:
       StrategyError: There are such arguments, and `holds` does not say what they are.
@@ -375,10 +375,10 @@ def _check_weights(manager: Manager, traced: Trace, program: Program) -> None:
 def _with_gather(
     choices: Sequence[CompilerChoice], manager: Manager, state: StateBytes
 ) -> tuple[CompilerChoice, ...]:
-    """Return choices whose fixes name `gather` where a stored weight may compete for a mesh axis.
+    """Return choices, with a fix that names `gather` where a weight may compete for a mesh axis.
 
-    A weight that the policy gathers before use, and that is used as stored, keeps its mesh axes in
-    the matmul.
+    If a program uses a weight as stored, though the policy would gather it before use, the weight
+    still has its mesh axes in the matmul.
     """
     stored = {
         axis

@@ -131,7 +131,7 @@ class CountedArray:
       path: Its path.
       value: A value with a shape and a dtype.
       source: Its annotation as a request, or its sharding, or None if it is replicated.
-      category: What it is for. None means parameters if its role is param, else inputs.
+      category: What it is for. None means parameters if the array has the role param, else inputs.
     """
 
     path: str
@@ -286,10 +286,11 @@ def _leaf(manager: Manager, array: CountedArray) -> StateLeaf:
 
 
 def _cause(resolution: Resolution | None, counted: LeafBytes, axis: str, manager: Manager) -> Cause:
-    """Return the rule that skipped the mesh axis for a size, else the rule of the largest dim.
+    """Return the rule that skipped the mesh axis because of a size, else that of the largest dim.
 
     The largest dim is the one with the most elements per device that the mesh axis divides. If
-    `policy.largest_dim` names the mesh axis, the cause is why the policy does not shard the array.
+    `policy.largest_dim` names the mesh axis, the cause is the policy, with the reason why it does
+    not shard the array.
     """
     sizes, policy = manager.mesh.shape, manager.rules.policy.largest_dim
     devices = sizes[axis]

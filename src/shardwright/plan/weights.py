@@ -21,7 +21,7 @@ _SAME: Final = frozenset({"convert_element_type", "sharding_constraint", "reshar
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentAsWeight:
-    """An annotation of an argument as a weight.
+    """A place in the program that annotates an argument with the role param.
 
     Attributes:
       argument: Position of the array among all arrays of the arguments.
@@ -50,10 +50,10 @@ def arguments_as_weights(jaxpr: Any) -> tuple[ArgumentAsWeight, ...]:
 def _follow(
     jaxpr: Any, inputs: Sequence[_Known], found: dict[int, ArgumentAsWeight], outer: str = ""
 ) -> list[_Known]:
-    """Add the annotations of a jaxpr, and return the argument that each result is, or None.
+    """Add the annotations of a jaxpr.
 
-    An equation without a line of the user, as inside of `gather`, has the line of the call,
-    `outer`.
+    Return which argument each result is, None for any other result. An equation without a line of
+    the user, as inside of `gather`, has the line of the call, `outer`.
     """
     known: dict[Any, _Known] = dict(zip(jaxpr.invars, inputs, strict=True))
     for equation in jaxpr.eqns:

@@ -100,7 +100,7 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
 
 
 def body_frame(module: Module, frame: Frame, loop: Instruction) -> Frame:
-    """Return the frame of a loop's body, with the integers that no trip changes."""
+    """Return the frame of a loop's body, with those integers of the state that no trip changes."""
     body = module.computations[loop.attributes()["body"].lstrip("%")]
     start = _start(module, frame, loop)
     fixed = tuple(value if _unchanged(body, index) else None for index, value in enumerate(start))

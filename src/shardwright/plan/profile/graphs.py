@@ -1,10 +1,10 @@
 """Name the kernels of CUDA graphs.
 
 XLA for GPUs runs most operations as nodes of CUDA graphs, its "command buffers". All kernels of a
-graph state one operation, such as `command_buffer_1`, and equal fusions share a kernel, so neither
-says which operation ran. The numbers of the nodes do: XLA makes a node per operation, in the order
-of the schedule. The kernels of a library, such as cuBLAS for a matmul, are a graph inside a node.
-They are numbered after all nodes of XLA.
+graph state one operation, such as `command_buffer_1`, and equal fusions share a kernel. So neither
+the stated operation nor the kernel says which operation ran. The number of the node does: XLA makes
+a node per operation, in the order of the schedule. The kernels of a library, such as cuBLAS for a
+matmul, are a graph inside a node. They are numbered after all nodes of XLA.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _names(kernels: Sequence[TimedOp], module: Module) -> dict[int, str]:
 def _stem(name: str) -> str:
     """Return the name of an instruction or a kernel without its number.
 
-    `loop_add_fusion.3` has the kernel `loop_add_fusion_3`, or that of an equal fusion.
+    The operation `loop_add_fusion.3` runs the kernel `loop_add_fusion_3`, or the kernel of an equal
+    fusion.
     """
     if name.lower().startswith("memcpy"):
         return "copy"
@@ -88,7 +89,7 @@ def _stem(name: str) -> str:
 
 
 def _aligned(kinds: Sequence[str], part: Sequence[Instruction]) -> dict[int, Instruction]:
-    """Return the instruction of each node, for nodes and instructions of the same kinds."""
+    """Return the instruction of each node. Nodes and instructions are aligned by their kinds."""
     own = [_CALL if each.opcode == _CALL else _stem(each.name) for each in part]
     # Some fusions have two nodes, such as one that sets memory to 0 first.
     blocks = difflib.SequenceMatcher(None, kinds, own, autojunk=False).get_matching_blocks()

@@ -333,7 +333,7 @@ def _axes(
     events: Sequence[Event],
     layout: Layout | None,
 ) -> Iterator[MeasuredAxis]:
-    """Yield what semantic axes cause. Each event and each collective counts once."""
+    """Yield the traffic that semantic axes cause. Each event and each collective counts once."""
     for mesh_axes, axes in _groups(collectives, events):
         members = [
             each
@@ -367,8 +367,8 @@ def _groups(
 ) -> list[tuple[tuple[str, ...], set[tuple[str, ...]]]]:
     """Return mesh axes, each with the semantic axes that are counted together.
 
-    Two events of one line and size cannot be told apart by a collective, so their axes share a
-    group.
+    If two events have one line and one size, a collective may stand for either of them. So their
+    axes share a group.
     """
     groups: list[tuple[tuple[str, ...], set[tuple[str, ...]]]] = []
     for mesh_axes, axes in [
@@ -386,7 +386,7 @@ def _groups(
 
 
 def _lines(measured: _Measured, ops: ProgramOps) -> Iterator[LineTime]:
-    """Yield the time of computing by line."""
+    """Yield the compute time of each source line."""
     members: dict[str, list[TimedOp]] = defaultdict(list)
     for device in measured.devices:
         for each in device.computed:

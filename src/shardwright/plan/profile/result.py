@@ -109,7 +109,7 @@ class Profile:
       exposed: Time in which a collective runs, and no operation computes.
       matmuls: Time of operations with matmuls.
       collectives: Collectives, most time first.
-      axes: The same by semantic axis, most time first.
+      axes: Time of the collectives by semantic axis, most time first.
       lines: Compute by line of the model, most time first.
       traffic: Bytes by mesh axes, as planned and as compiled, with reasons.
       others: Other programs in the profile -> time of their operations on one device, in all runs.

@@ -1,9 +1,9 @@
-"""Rank candidates by a closed form, to choose which ones of a large space are walked.
+"""Rank candidates by a closed form, to choose which candidates of a large space are walked.
 
 The closed form reads the annotations of a program, not its equations. It divides the operations by
 the largest number of shards of an activation. It counts one all-gather for each gathered weight. It
 counts one all-reduce where an activation is not sharded over a mesh axis of the activation before
-it. It only orders candidates. It is never shown as a cost.
+it. The result only orders candidates. It is never shown as a cost.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Candidate:
     Attributes:
       name: Name of the strategy that it comes from.
       sizes: Size of each mesh axis, in mesh order.
-      settings: What it changes in that strategy: `head` -> `-`, `params.embed` -> `fsdp`.
+      settings: Settings that it changes in that strategy: `head` -> `-`, `params.embed` -> `fsdp`.
       strategy: The strategy with this mesh and these changes, ready to be written to a file.
       reports: Mode -> its plan.
       variant: Label of the program, if several were searched; else "".
@@ -136,14 +136,14 @@ class SearchReport:
 
     Attributes:
       topology: The slice.
-      candidates: The candidates that were walked: those that fit first, the fastest first. Those
-        that do not fit are only there if the search was asked to keep them.
+      candidates: The candidates that were walked: those that fit first, the fastest first.
+        Candidates that do not fit are only there if the search was asked to keep them.
       dropped: Reason -> number of candidates.
       walked: Number of walks. Candidates that differ only in the order of axes share a walk.
       skipped: Number of candidates that were not walked, because they ranked too low, or because
         the search was stopped.
-      examples: Reason -> a candidate that was dropped for it, and its error. For `does not fit` it
-        is the candidate that needs least.
+      examples: Reason -> a candidate that was dropped for it, and its error. For the reason
+        `does not fit`, it is the candidate that needs the least memory.
       fixed_axes: Mesh axes of the strategies that have one device in every candidate, because
         `axes` leaves them out.
       refused: Candidates on Explicit meshes that JAX refuses, and why. They come after all others.
@@ -168,7 +168,7 @@ class SearchReport:
     def exhaustive(self) -> bool:
         """Whether every candidate was walked that resolves and whose state fits.
 
-        Of candidates that are the same program, one is walked.
+        If several candidates are the same program, only one of them is walked.
         """
         return not self.skipped
 

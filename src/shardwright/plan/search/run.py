@@ -1,10 +1,11 @@
 """Plan programs under every mesh of a slice and every setting of rules, and keep the best.
 
 Every candidate is resolved, and its state is counted. A walk over its trace then plans a candidate.
-In a small space all candidates are walked. In a large one, most of the walks go to the fastest by a
-closed form, and the others to the smallest by state. A trace takes longest, and most meshes need
-their own. So a trace on one device judges all candidates where the program allows it. Only
-candidates that are walked get their own trace. Nothing is compiled.
+In a small space, all candidates are walked. In a large space, three quarters of the walks are for
+the candidates that are fastest by a closed form, and the others for those with the smallest state.
+A trace takes the most time, and most meshes need a trace of their own. So, where the program allows
+it, one trace on a single device is used to rank all candidates. Only candidates that are walked get
+a trace of their own. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -79,10 +80,10 @@ def search(
 
     A candidate is a strategy on a mesh. It is dropped and counted if it does not resolve, does not
     fit, is the same program as another candidate of its strategy, or has a mesh axis that no tensor
-    can be sharded over. Of the others, those that fit come first, then those that are close to the
-    memory of the chip. Both are sorted by the upper end of the estimated time, then by that of the
-    memory. If a strategy has Explicit `axis_types`, its candidates are traced one by one, and those
-    that JAX refuses come last. The same arguments always give the same result.
+    can be sharded over. The result has those that fit first, then those that may fit (verdict
+    `close`). Both are sorted by the upper end of the estimated time, then by that of the memory. If
+    a strategy has Explicit `axis_types`, its candidates are traced one by one, and those that JAX
+    refuses come last. The same arguments always give the same result.
 
     Args:
       program: What to plan, or one program per mode. One strategy serves all of them.
@@ -233,8 +234,8 @@ class _Resolved:
       point: The candidate.
       strategy: Its strategy, with its mesh.
       layout: Assignment of its mesh axes to the slice.
-      specs: The annotations by which it was judged, resolved. Candidates with equal specs have one
-        rank, and are walked together.
+      specs: The resolved annotations of the trace by which it was ranked. Candidates with equal
+        specs have one rank, and are walked together.
       rank: Seconds by the closed form.
       held: Bytes of its state on one device.
     """
@@ -268,7 +269,7 @@ class _Search:
       examples: Reason -> a candidate that was dropped for it, with its error.
       refused: Candidates that JAX refuses, and why.
       first_error: Error of the first candidate that failed.
-      smallest: Bytes of the candidate that needs least of those that do not fit.
+      smallest: Bytes that the smallest candidate needs, of those that do not fit.
       stopped: Whether `progress` has ended the search.
     """
 
@@ -437,7 +438,7 @@ class _Search:
         return program_state(manager, traced, program).of().per_device
 
     def _judged_by(self, manager: PartitionManager, mode: str) -> _Shared:
-        """Return the trace whose annotations judge a candidate: on one device, or else its own."""
+        """Return the trace whose annotations rank a candidate: on one device, or else its own."""
         if mode in self.single:
             single = _Shared(-1, *self.single[mode], {})
             if not is_typed(manager):
@@ -469,7 +470,7 @@ class _Search:
         return _Shared(len(traces) - 1, *traces[-1], renaming)
 
     def _merged(self, manager: PartitionManager, mode: str) -> PartitionManager | None:
-        """Return a manager whose trace fits more candidates than that of this one, or None.
+        """Return a manager whose trace fits more candidates than this manager's trace, or None.
 
         On its mesh, axes that shard a dim together are one axis: `dp:36,fsdp:4` becomes `dp:144`.
         """
@@ -544,7 +545,8 @@ class _Search:
 
         Args:
           each: The candidate.
-          seen: Keys of walked programs. This one is added.
+          seen: Keys of the programs that were walked before. The key of this candidate's program is
+            added.
 
         Raises:
           ShardingError: The program cannot be traced under the candidate.
@@ -619,7 +621,10 @@ def _key(
 
 
 def _ranked(groups: Mapping[_ProgramKey, Sequence[_Resolved]], most: int) -> list[_ProgramKey]:
-    """Return all groups, first those to walk: three quarters by rank, the others by their state."""
+    """Return all groups.
+
+    The first `most` are those to walk: three quarters by rank, a quarter by state.
+    """
     # Candidates of a group differ in their links. The best candidate gives the rank of the group.
     rank = {specs: min(each.rank for each in group) for specs, group in groups.items()}
     held = {specs: min(each.held for each in group) for specs, group in groups.items()}

@@ -144,7 +144,7 @@ def with_settings(base: Strategy, settings: Settings) -> Strategy:
 def check_overrides(
     label: str, strategy: Strategy, settings: Settings, modes: Iterable[str]
 ) -> None:
-    """Raise an error if a setting for all modes does not hold in one, because the mode has a rule.
+    """Raise an error if a setting for all modes does not hold in a mode with a rule of its own.
 
     Args:
       label: Name of the strategy in messages.

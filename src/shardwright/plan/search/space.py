@@ -189,7 +189,7 @@ class Space:
 
 
 def _that_apply(strategy: Strategy, chosen: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Return settings without those of `[pipeline]`, if the strategy has none, each once."""
+    """Return each combination of settings once; without `[pipeline]` if the strategy has none."""
     found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
     for settings in chosen:
         has_pipeline = strategy.pipeline.schedule or "pipeline.schedule" in settings

@@ -63,7 +63,10 @@ class UnusedAxes:
         return used | self._written
 
     def _requests(self, strategy: Strategy, mode: str) -> list[ShardingRequest]:
-        """Return the annotations of a program. Keep the mesh axes that it names itself."""
+        """Return the annotations of a program.
+
+        Record the mesh axes that the program itself names.
+        """
         # The annotations of a program do not depend on the strategy, so trace it once.
         if mode not in self._asked:
             sizes = dict.fromkeys(strategy.mesh, 1)

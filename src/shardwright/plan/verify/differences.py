@@ -31,7 +31,7 @@ class DifferenceCause:
     Attributes:
       what: What the compiler did.
       adds: Bytes that one device sends because of it in all runs; negative if it saves.
-      sources: Lines of the model where it did this.
+      sources: Lines of the model where the compiled program has this pattern.
     """
 
     what: str

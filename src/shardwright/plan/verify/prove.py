@@ -209,8 +209,8 @@ def _cause(
 ) -> DecisionDifference | None:
     """Return the first pair of decisions that differ.
 
-    Annotations with the same number are a pair. If one side has an extra annotation, those after it
-    are not true pairs. Their shapes show this.
+    The annotations are paired by their number. If one side has an extra annotation, all pairs after
+    it are wrong. Different shapes in a pair show this, and nothing is returned then.
     """
     for (place, ours), (_, theirs) in zip(left, right, strict=False):
         if ours is None or theirs is None:

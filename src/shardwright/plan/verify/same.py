@@ -1,9 +1,9 @@
 """Compare two compiled programs without the names, ids and metadata of their instructions.
 
 Each instruction gets a digest of its opcode, its type, its attributes and the digests of what it
-reads. So two programs are the same if their digests are, in any order of independent instructions.
-In the order of the text, the first instruction whose digest the other program lacks reads only what
-both programs have: the difference begins there.
+reads. So two programs are the same if their digests are the same, whatever the order of independent
+instructions is. Take the first instruction in the text whose digest the other program does not
+have. All that it reads is in both programs, so the difference begins there.
 """
 
 from __future__ import annotations
