@@ -48,6 +48,19 @@ def test_modes_of_ordered_rules_may_repeat() -> None:
     assert found(case, ordered + case.text, case.mesh) == []
 
 
+def test_arrays_of_a_tree_replace_layouts() -> None:
+    case = CASES["a mesh axis for two axes of a layout"]
+    findings = lint(sw.Strategy.loads(case.text), [Tensor(path="x", axes=(sw.HEAD,))])
+    assert case.code not in {finding.code for finding in findings}
+
+
+def test_mode_may_write_the_default_of_a_mesh_axis() -> None:
+    case = CASES["a mode that says nothing new"]
+    text = '[modes.decode{}]\ntensor_parallel = "tp"\n'
+    assert len(found(case, text.format(""), None)) == 1
+    assert found(case, text.format(".params"), None) == []
+
+
 def test_every_code_has_a_case() -> None:
     # In tests/cli and in test_names.py.
     elsewhere = {

@@ -22,13 +22,12 @@ from shardwright.resolution.resolver import explain
 from shardwright.vocabulary.axes import (
     EMPTY,
     PARALLELISM_AXES,
-    QUERY_LENGTH,
     SEMANTIC_AXES,
     STANDARD_MESH_AXES,
     Role,
 )
 from shardwright.vocabulary.layouts import LAYOUTS
-from shardwright.vocabulary.modes import MODE_DECODE, MODES
+from shardwright.vocabulary.modes import MODES
 
 # Key of the policy -> the code of the finding about it, and the fix.
 _ADDED: Final = {
@@ -322,8 +321,7 @@ def shared_mesh_axes(subject: Subject) -> Iterator[Finding]:
         axes = each.semantic_axes or each.default_axes
         if not {EMPTY, *SEMANTIC_AXES}.issuperset(axes):
             continue  # rules give parallelism axes such as tp to no two dims
-        is_decode = mode == MODE_DECODE
-        shape = [1 if is_decode and axis == QUERY_LENGTH else every for axis in axes]
+        shape = [every] * len(axes)
         answer = explain(axes, subject.rules, sizes, mode=mode, role=each.role, shape=shape)
         for problem in answer.problems:
             if problem.error is not AxisConflictError or problem.dim is None:
