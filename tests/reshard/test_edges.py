@@ -195,3 +195,10 @@ def test_pieces_cover_a_leaf_within_the_limit() -> None:
                 starts = [piece.start(number) for number in range(piece.count)]
                 covered = {start + at for start in starts for at in range(piece.size)}
                 assert covered == set(range((rows, 3)[piece.dim]))
+
+
+def test_an_array_of_the_limit_moves_whole() -> None:
+    counts = ((1, 2), (2, 1))
+    whole, cut_once = (cut((8, 4), counts, largest=128, limit=limit) for limit in (128, 127))
+    assert (whole.dim, whole.bytes) == (None, 128)
+    assert (cut_once.dim, cut_once.count, cut_once.bytes) == (0, 2, 64)

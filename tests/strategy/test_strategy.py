@@ -111,6 +111,14 @@ def test_equal_strategies_hash_alike() -> None:
     assert len({explicit, unsaid}) == 1
 
 
+def test_memory_of_a_mode_is_not_a_rule() -> None:
+    strategy = Strategy(
+        policy={"order": "rules"}, modes={"decode": {"batch": "dp", "memory": {"params": "host"}}}
+    )
+    assert hash(strategy) == hash(strategy | Strategy())
+    assert "1 rules" in repr(strategy)
+
+
 def test_frozen() -> None:
     strategy = Strategy.loads(SMALL)
     with pytest.raises(ValueError, match="frozen"):
