@@ -294,12 +294,13 @@ def planned_for(
 ) -> tuple[Event, ...]:
     """Return the events of a plan that a collective agrees with best; none if it was not planned.
 
-    They run over the same mesh axes. At least one of source line, bytes and argument path must be
-    equal, unless the compiler kept neither a line nor a name.
+    The events run over the mesh axes of the collective. At least one of source line, bytes and
+    argument path must be equal, unless the compiler kept neither a line nor a name.
 
     Args:
       collective: Collective of the compiled program.
-      parts: Logical bytes of each of its arrays. A compiler combines collectives.
+      parts: Logical bytes of each of its arrays. It has several arrays if the compiler combined
+        collectives.
       events: Collectives of the plan.
     """
     kinds = (collective.kind, *_REPLACED.get(collective.kind, ()))

@@ -211,8 +211,8 @@ def while_loop(step: PlanStep) -> list[ShardedValue]:
 def cond(step: PlanStep) -> list[ShardedValue]:
     """Follow a `cond`. Every branch is walked, and its collectives are marked as `maybe`.
 
-    The work of the cond is that of the branch with the most work. The least work of a branch is
-    kept beside it, for the lower end of the time.
+    The work of the `cond` is the work of its largest branch. The work of its smallest branch is
+    kept too, for the lower end of the time.
     """
     location = dataclasses.replace(step.location, maybe=True)
     values = [step.whole(at) for at in range(1, len(step.values))]

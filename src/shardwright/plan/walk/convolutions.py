@@ -104,8 +104,8 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
 def pool(step: PlanStep) -> list[ShardedValue]:
     """Follow a pooling, or the gradient of a pooling that selects elements.
 
-    The gradient is followed if no element is in two windows. Otherwise XLA sends rows in its own
-    way, and a sharded dim along the window is a doubt.
+    The gradient is followed if no element is in two windows. If an element is in two windows, the
+    plan cannot tell which rows XLA sends, and notes a doubt for a sharded dim along the window.
     """
     values = [step.whole(at) for at in range(len(step.values))]
     held = [value for value in values if not value.free]

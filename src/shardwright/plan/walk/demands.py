@@ -61,7 +61,7 @@ def demands(
 
 
 def far_demands(jaxpr: Any, near: Demands, sizes: Mapping[str, int]) -> Demands:
-    """Return the dims that constraints behind matmuls suggest for variables without a demand.
+    """Return the dims that constraints after a later matmul suggest for variables without a demand.
 
     XLA's sharding propagation carries a sharding back through a matmul, if nothing else decides
     first. The plan does not follow it, and only marks the matmuls where it may matter.

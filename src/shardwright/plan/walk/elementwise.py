@@ -89,9 +89,10 @@ def _converted(step: PlanStep, value: ShardedValue) -> ShardedValue:
 def _agreed(
     step: PlanStep, known: Correspondence, held: Mapping[int, AxesByFactor]
 ) -> AxesByFactor:
-    """Return one sharding for all operands: of a constraint, else of the most sharded operand.
+    """Return one sharding for all operands: that of a constraint, else of the most sharded operand.
 
-    Unused mesh axes keep the dims that they have in other operands.
+    A mesh axis that this sharding does not use still shards the dim that it shards in another
+    operand.
     """
     wanted, sizes = step.wanted[0], step.ledger.sizes
     asked = None if wanted is None else placed(known, known.results[0], wanted, sizes)
@@ -111,7 +112,10 @@ def _agreed(
 
 
 def reduction(step: PlanStep) -> list[ShardedValue]:
-    """Follow a reduction. Over a sharded dim, a sum stays partial. A maximum is completed."""
+    """Follow a reduction.
+
+    Over a sharded dim, a sum stays a partial sum, and a maximum is completed.
+    """
     known = correspondence(step.equation)
     assert known is not None
     value = step.maybe_partial(0) if known.adds else step.whole(0)

@@ -23,13 +23,14 @@ class Buffer:
       operands: The buffers from which a compiler computes it in each use, if it may fuse it. None
         if it may not.
       cheap: Whether it is fused even if it has several uses, such as a conversion or a reshape.
-      min_bytes: Fewest bytes of it in memory at one time. Less than `size` if a compiler may send
-        or sum the value part by part.
+      min_bytes: Fewest bytes of it that must be in memory at one time: less than `size` if a
+        compiler may send or sum the value part by part.
       costly: Whether computing it again needs an exponential, a logarithm or a similar function.
       reduced: Whether a reduction reads it.
-      row: If it is a matmul, bytes of the operand that makes one row of it.
+      row: If it is the result of a matmul: bytes of the operand that has its last dim, which every
+        row needs.
       turned: Whether it is a matmul whose last dim a transpose moves.
-      across: Whether its first dim is along the lanes of a TPU, since its last one is short.
+      across: Whether its first dim is along the lanes of a TPU, because its last dim is short.
       dtype: Element type, or "" if it is not known.
       shape: Shape on one device.
       source: Line of the model that makes it, `model.py:12`, or "".
@@ -112,11 +113,12 @@ class Peak:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Padded:
-    """A copy of a written array in a layout that is padded, which only the upper end counts.
+    """A copy of a written array in a padded layout. Only the upper end of the peak counts it.
 
     Attributes:
       buffer: The copy.
-      late: Whether it may be in memory until the end, and not only until the last use of the array.
+      late: Whether the copy may be in memory until the end, and not only until the last use of the
+        array.
     """
 
     buffer: Buffer
@@ -134,8 +136,8 @@ class Entry:
       inner: Peak of the jaxpr that it runs.
       loop: Whether it is a loop. Its operands are not fused into it.
       matmul: Whether it is a matmul.
-      moved: Bytes of the copies of its operands that are in another sharding.
-      parts: Bytes of the parts of its result that a collective matmul holds at least.
+      moved: Bytes of the copies that it needs of operands that are in another sharding.
+      parts: Fewest bytes of parts of its result that a collective matmul holds.
       early: Whether its results are made at the start of the program, at the upper end of the
         peak. At the lower end, they are made right before the first equation that reads them.
       carries: The part of `births` whose memory is in `inner` while the equation runs.

@@ -1,8 +1,8 @@
 """Find the live equations of a jaxpr, the sums that must be complete, and the nested jaxprs.
 
 The nested jaxprs are those of the platform that the walk is for. A plan without a topology is for
-TPUs: their compiler adds copies, pads tiles and sums small arrays whole. Compilers for GPUs do none
-of this.
+TPUs. Their compiler adds copies, pads tiles and sums small arrays whole, and compilers for GPUs do
+none of this.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def holds_primitive(jaxpr: Any, name: str) -> bool:
 
 
 def gather_key(equation: Any, equal: Mapping[Any, Any]) -> Any:
-    """Return the key of an equation that only moves one value, or None. Equal gathers share it.
+    """Return the key of an equation that only moves one value, else None.
+
+    Equal gathers have equal keys.
 
     Args:
       equation: The equation.

@@ -74,7 +74,7 @@ class Event:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Event:
-        """Return the event of what `to_json` returned.
+        """Return the event from which `to_json` made the data.
 
         Raises:
           ValueError: The kind is unknown.
@@ -86,12 +86,12 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompilerChoice:
-    """A mesh axis for which dims compete without an annotation, or that XLA may handle otherwise.
+    """A mesh axis for which dims compete without an annotation, or for which XLA may differ.
 
     Attributes:
       mesh_axis: The mesh axis.
       source: Line of the model.
-      fix: The annotation that would settle it.
+      fix: The annotation that would decide it.
     """
 
     mesh_axis: str
@@ -119,13 +119,13 @@ class Work:
     """The matmuls of a program, on one device.
 
     Attributes:
-      flops: Floating-point operations; of the branches of a `cond`, those of the largest.
-      min_flops: The same with the smallest branch.
+      flops: Floating-point operations. Of a `cond`, the largest branch counts.
+      min_flops: Floating-point operations if the smallest branch of each `cond` counts.
       fp8_flops: The part of `flops` of matmuls of two float8 operands.
       f32_flops: The part of `flops` of matmuls with a float32 operand.
-      matmul_bytes: Bytes that the matmuls read and write; of a `cond`, those of the largest.
-      repeated_flops: The part of `flops` that repeats others: those of the forward pass, or those
-        of the devices along an idle mesh axis.
+      matmul_bytes: Bytes that the matmuls read and write. Of a `cond`, the largest branch counts.
+      repeated_flops: The part of `flops` that repeats other operations: those of the forward pass,
+        by rematerialization, or those of the other devices along an idle mesh axis.
       host_bytes: Bytes that move between the memories of the device and its host, both ways.
     """
 
@@ -151,7 +151,7 @@ class Work:
 
     @staticmethod
     def either(branches: Sequence[Work]) -> Work:
-        """Return the work of branches of which one runs."""
+        """Return the work of several branches, of which only one runs."""
         largest = max(branches, key=lambda branch: branch.flops)
         return Work(
             flops=largest.flops,

@@ -16,11 +16,11 @@ AxesByFactor: TypeAlias = Mapping[int, tuple[str, ...]]
 def placed(
     known: Correspondence, side: FactorsByDim, dims: Dims, sizes: Mapping[str, int]
 ) -> dict[int, tuple[str, ...]]:
-    """Return the factors that the mesh axes of each dim shard, from the major one on.
+    """Return the mesh axes of each factor, given the mesh axes of each dim.
 
-    A factor has as many of the mesh axes as divide it. The next factor has the rest if the first
-    one has a device for each element. If the mesh axes do not fit in this way, the dim has no
-    factors.
+    The major factor comes first. A factor has as many mesh axes of its dim as divide it. If it then
+    has a device for each element, the next factor has the other mesh axes. If the mesh axes do not
+    fit in this way, no factor of the dim has any.
     """
     order: dict[int, tuple[str, ...]] = {}
     for factors, axes in zip(side, dims, strict=True):

@@ -100,7 +100,7 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
 
 
 def _with_rows(step: PlanStep, update: ShardedValue) -> ShardedValue:
-    """Return updates that every device can make with the sharding of their indices."""
+    """Return the updates. If every device can make them, they get the sharding of their indices."""
     index = step.whole(1)
     if not update.free or index.free:
         return update
@@ -191,7 +191,8 @@ def _lookup(step: PlanStep, columns: Mapping[int, int], *, adds: bool) -> Lookup
 def _entries(step: PlanStep, *, adds: bool) -> tuple[int, ...]:
     """Return the table dims that indices select single entries of.
 
-    The rows have no such dim, or one of size 1: `vmap` of a slice or of `x[i]` keeps it.
+    The rows do not have such a dim, or have it with size 1: `vmap` of a slice or of `x[i]` keeps
+    it.
     """
     numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
     removed = numbers.inserted_window_dims if adds else numbers.collapsed_slice_dims
@@ -201,7 +202,7 @@ def _entries(step: PlanStep, *, adds: bool) -> tuple[int, ...]:
 
 
 def _windows(step: PlanStep, *, adds: bool) -> dict[int, int]:
-    """Return table dim -> row dim, for the dims of a window: of a slice that one index selects.
+    """Return table dim -> row dim for the dims of a window, the slice that one index selects.
 
     A scatter has the same dims of windows as a gather, under other names.
     """
@@ -256,7 +257,7 @@ def _partitioned(
 
 
 def _scatters(lookup: Lookup, move: LookupMove) -> bool:
-    """Tell whether a device keeps only a part of a sum, so that it need not be sent whole.
+    """Tell whether each device keeps only a part of a sum, so that the sum can be reduce-scattered.
 
     Compilers for TPUs reduce-scatter the last dim only if each part is of whole tiles.
     """

@@ -52,9 +52,9 @@ class Ledger:
 
     Attributes:
       sizes: Size of each mesh axis that has more than one device, in mesh order. In the body of a
-        `shard_map`, only those that still shard its values.
-      mesh: The same of all mesh axes.
-      tiled: Whether the compiler keeps arrays in tiles, as those for TPUs do.
+        `shard_map`, only the mesh axes that still shard its values.
+      mesh: Size of each mesh axis that has more than one device, in a `shard_map` too.
+      tiled: Whether the compiler keeps arrays in tiles, as compilers for TPUs do.
       in_stage: Whether the walk is in a `shard_map` over some mesh axes, such as a pipeline's.
     """
 
@@ -260,8 +260,8 @@ class Ledger:
     def _is_padded(self, aval: Any, dims: Dims, scattered: frozenset[str]) -> bool:
         """Tell whether a TPU may add a matrix in another way than by a reduce-scatter.
 
-        It pads parts that are not whole tiles, and then permutes their edges. Narrow rows may be
-        laid out along the sublanes.
+        A TPU pads parts that are not whole tiles, and then permutes their edges. It may also lay
+        out narrow rows along the sublanes.
         """
         if not self.tiled or aval.ndim != len(_MATRIX):
             return False
@@ -282,7 +282,10 @@ class Ledger:
         self.doubt(move.doubtful, location, _IN_STEPS)
 
     def doubt_kernel(self, mesh_axes: Iterable[str], location: WalkLocation) -> None:
-        """Note that a kernel's gradient may be all-reduced: TPUs lay it out unlike a matrix."""
+        """Note that the gradient of a convolution kernel may be all-reduced, not reduce-scattered.
+
+        The reason is its layout on TPUs, which is not that of a matrix.
+        """
         if self.tiled:
             self.doubt(mesh_axes, location, _KERNELS)
 
@@ -293,13 +296,16 @@ class Ledger:
             self.doubt(frozenset().union(*(axes for _, axes in lookups)), location, _TWICE)
 
     def doubt_sums(self, terms: Sequence[ShardedValue], location: WalkLocation) -> None:
-        """Note an addition of two sums that equal collectives complete: TPUs may need only one."""
+        """Note an addition of two sums that equal collectives complete.
+
+        TPUs may need only one collective for both.
+        """
         first, *others = [term.summed for term in terms]
         if first in others:
             self.doubt({axis for _, axes in first for axis in axes}, location, _ADDED)
 
     def doubt(self, mesh_axes: Iterable[str], location: WalkLocation, fix: str) -> None:
-        """Note that a compiler may handle mesh axes in another way, and what would settle it."""
+        """Note that a compiler may handle mesh axes in another way, and a fix that decides it."""
         for axis in self.mesh:
             if axis in mesh_axes:
                 self.choices[CompilerChoice(mesh_axis=axis, source=location.source, fix=fix)] = None
@@ -450,9 +456,9 @@ def _is_cut_again(goal: tuple[str, ...], scattered: frozenset[str], new: frozens
 
 
 def _is_cut_from_sum(value: ShardedValue, aval: Any, scattered: frozenset[str]) -> bool:
-    """Tell whether a sum over Explicit mesh axes is scattered over some of them only.
+    """Tell whether a sum over Explicit mesh axes is scattered over only some of these mesh axes.
 
-    XLA then sums the whole array over all of them, and slices it.
+    XLA then sums the whole array over all of these mesh axes, and slices it.
     """
     groups = value.groups or (value.owed,)
     return explicit_axes(aval) >= value.owed and any(

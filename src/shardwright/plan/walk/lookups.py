@@ -1,12 +1,13 @@
 """Partition a gather or a scatter whose table and rows are sharded over the same mesh axes.
 
-XLA splits such an operation over groups of devices, one level after the other. At each level it has
-three methods, named here by what they keep sharded:
+XLA splits such an operation over groups of devices, one level after the other. At each level it
+chooses one of three methods, named here by the dims that stay sharded:
 
 * `columns`: the dims that the table and each row share. Indices are gathered, and rows move.
-* `entries`: the dims that the indices select from. Each device looks up its own entries. A gather
-  sums the rows over the devices.
-* `tokens`: the dims of the indices. The table is gathered. A scatter sums the table.
+* `entries`: the dims that the indices select from. Each device looks up its own entries. For a
+  gather, the rows are then summed over the devices.
+* `tokens`: the dims of the indices. For a gather, the table is gathered. For a scatter, the tables
+  of the devices are summed.
 
 XLA takes the method whose largest operation needs the least memory on one device, then the one
 that sends the least (`spmd/gather_scatter_handler.cc`). So the gradient of an embedding moves rows
@@ -62,13 +63,15 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LookupMove:
-    """One of the arrays moves to other dims. If it is the result, it may have been summed before.
+    """A move of one of the arrays to other dims.
+
+    If it is the result, a sum may come before the move.
 
     Attributes:
       name: The array.
       held: Its dims before.
       goal: Its dims after.
-      summed: Mesh axes over which it is a partial sum before.
+      summed: Mesh axes over which the array is a partial sum before the move.
     """
 
     name: Name
@@ -221,10 +224,11 @@ def _option(
 
 
 def _freed(lookup: Lookup, level: _Level, name: Name, group: frozenset[str]) -> tuple[Dims, bool]:
-    """Return an array's dims without the mesh axes of a group, and whether this is sure.
+    """Return how XLA shards an array without the mesh axes of `group`, and whether that is certain.
 
-    The devices of a group need equal parts. XLA first replicates entries or tokens, then columns,
-    as few as possible. The remaining parts are then spread over the other mesh axes.
+    The devices of a group must hold equal parts of the array. So XLA replicates dims, as little as
+    possible: first entries or tokens, then columns. The parts that remain are spread over the other
+    mesh axes.
     """
     dims, sizes = level.inner(name), lookup.sizes
     if not axes_of(dims) & group:
@@ -286,9 +290,9 @@ def _cost(lookup: Lookup, level: _Level, option: _Option) -> tuple[float, float]
 
 
 def _route(name: Name, held: Dims, goal: Dims) -> list[LookupMove]:
-    """Return the moves of one array between two shardings, one or two.
+    """Return the one or two moves of an array from one sharding to another.
 
-    If a dim loses one mesh axis to another dim, and one to no dim, XLA gathers the dim.
+    If one mesh axis of a dim moves to another dim, and one is removed, XLA gathers the dim first.
     """
     kept = {axis for have, want in zip(held, goal, strict=True) for axis in {*have} & {*want}}
     moved = (axes_of(held) & axes_of(goal)) - kept

@@ -1,8 +1,8 @@
 """Find masks that a program computes twice, and the sharding that the uses of both require.
 
 A mask is the result of a comparison, such as `index == iota`. One-hots are made of it. A TPU's
-compiler computes equal masks once, before it chooses shardings. So a mask takes the sharding that
-the uses of an equal one require, and its own uses may have to gather it.
+compiler computes equal masks once, before it chooses shardings. So a mask gets the sharding that
+the uses of an equal mask require, and its own uses may have to gather it.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def required_dims(
 
 
 def _filled(dims: Dims, other: Dims) -> Dims:
-    """Return `dims`, where each dim without mesh axes takes those of the other dims."""
+    """Return `dims`. A dim without mesh axes takes those that the same dim has in `other`."""
     used = {axis for axes in dims for axis in axes}
     filled = []
     for axes, more in zip(dims, other, strict=True):

@@ -157,7 +157,7 @@ def _use(
     names: Sequence[str],
     order: dict[str, list[str]],
 ) -> object:
-    """Return the key of a move. XLA merges two moves of one value only if their keys are equal.
+    """Return a key for the use of a value. XLA merges its moves only if their keys are equal.
 
     Matmuls that need the same dims share a gather if the dims that they keep sharded are of the
     same kinds. They also share it if the type of the value has its sharding, or if the gather is
@@ -183,7 +183,8 @@ def _places(step: PlanStep, values: Sequence[ShardedValue], labels: Labels) -> d
     * If one operand shards a contracted label, it is summed if the result is smaller than that
       operand. Else the operand is gathered.
     * If two labels compete, and a constraint on the result shards neither, both are gathered. A
-      label that only the result has is gathered too, if the type of the result does not shard it.
+      single label of the result is gathered too, if the mesh axis is Explicit and the type of the
+      result does not shard the label over it.
     * XLA may gather or sum instead if a batch label is sharded, and either a constraint shards
       another label of the result or an operand shards a contracted label. The plan marks these
       matmuls.
@@ -257,7 +258,7 @@ def _claims(
 
 
 def _is_dispatched(claims: Mapping[str, _Claim], decided: str) -> bool:
-    """Tell whether a mesh axis moves to or from a batch label, as in a one-hot MoE."""
+    """Tell whether a mesh axis moves to or from a batch label, as in an MoE with one-hot rows."""
     batch = [label for label in claims if label.startswith("b")]
     if decided not in claims:
         return bool(batch)
@@ -301,7 +302,7 @@ def _order(
 
 
 def _count(step: PlanStep, labels: Labels, order: dict[str, list[str]]) -> None:
-    """Count the operations and bytes of a matmul, and note the mesh axes that repeat it."""
+    """Count the operations and bytes of a matmul, and note mesh axes whose devices repeat it."""
     ledger = step.ledger
     elements = math.prod(
         # Devices also multiply the padding of a dim that does not divide.

@@ -19,8 +19,8 @@ class Transfer:
       axes: Mesh axes that it runs over.
       dims: Mesh axes of each dim of the array whose bytes count: the result of an all-gather, else
         the operand.
-      devices: Devices of one group. Fewer than the mesh axes have if the collective runs over a
-        part of them.
+      devices: Devices of one group. The number is lower than that of the mesh axes if the
+        collective runs over only a part of them.
     """
 
     kind: Kind
@@ -114,7 +114,7 @@ def _sliced(held: Dims, goal: Dims) -> Dims:
 
 
 def _replaced(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> list[Transfer] | None:
-    """Return the permute if only one dim changes, and all its mesh axes are replaced."""
+    """Return the permute if only one dim changes, and all mesh axes of this dim are replaced."""
     changed = [at for at, (have, want) in enumerate(zip(held, goal, strict=True)) if have != want]
     if len(changed) != 1:
         return None
@@ -188,7 +188,7 @@ def _exchanged(
 
 
 def _last(dim: Sequence[str], moved: set[str], sizes: Mapping[str, int]) -> list[str]:
-    """Return the last mesh axes of a dim that have as many devices as those that leave it."""
+    """Return the last mesh axes of a dim, with as many devices as the mesh axes that leave it."""
     leaving = [axis for axis in dim if axis in moved]
     taken: list[str] = []
     for axis in reversed(dim):

@@ -8,7 +8,7 @@ the padded order, so the compiler copies the array. Measured for caches with hea
 * A decode step of a model with several query heads per KV head holds the copies of one layer.
 * With one query head per KV head, and in prefill, it may hold the copies of all layers until the
   end.
-* If there is only one KV head on a device, it makes two copies, or pads two dims.
+* If there is only one KV head on a device, the compiler makes two copies, or pads two dims.
 
 The lower end of a plan's memory does not count these copies.
 """
@@ -34,7 +34,7 @@ _MATRIX: Final = 2
 def padded_copies(
     equation: Any, births: Iterable[Buffer | None], timeline: Timeline
 ) -> list[Buffer]:
-    """Return the padded copies of the arrays that an equation writes, and add them to a timeline.
+    """Return the padded copies of the arrays that an equation writes; add the copies to a timeline.
 
     Args:
       equation: An equation.
@@ -102,7 +102,7 @@ def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
 
 
 def keep_copies(read: Iterable[Buffer | None], timeline: Timeline) -> None:
-    """Keep the padded copies of arrays that a matmul with one row reads until the end."""
+    """Keep padded copies until the end, if a matmul with one row reads their arrays."""
     for each in read:
         for root in () if each is None else roots(each):
             padded = timeline.padded.get(root)

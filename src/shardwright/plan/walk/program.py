@@ -199,7 +199,7 @@ class ShardingWalker:
 def _target_dims(
     target: Callable[[Any], ShardedValue | None], sizes: Mapping[str, int]
 ) -> Callable[[Any], Dims | None]:
-    """Return a function that returns the dims of a constraint, or None if it keeps some dims."""
+    """Return a function from a constraint to its dims, or to None if it keeps some dims."""
 
     def dims(equation: Any) -> Dims | None:
         result = equation.outvars[0].aval
@@ -248,7 +248,7 @@ def _follow(step: PlanStep) -> Sequence[ShardedValue]:
 
 
 def written_target(equation: Any, ledger: Ledger) -> ShardedValue | None:
-    """Return the sharding that a constraint with a PartitionSpec moves its operand to."""
+    """Return the sharding to which a constraint with a PartitionSpec moves its operand."""
     parameters = equation.params
     sharding = parameters.get("sharding", parameters.get("dst_sharding"))
     if not isinstance(sharding, NamedSharding):

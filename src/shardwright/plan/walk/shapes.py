@@ -34,7 +34,7 @@ _SURE: Final = CUMULATIVE | {"dynamic_slice"}
 def view(step: PlanStep) -> list[ShardedValue]:
     """Follow a transpose or a reshape. If no sharding of the result fits, the value is gathered.
 
-    A broadcast is followed too. Its new dims are replicated.
+    A broadcast has the same rule. Its new dims are replicated.
     """
     known = correspondence(step.equation)
     assert known is not None
@@ -45,9 +45,10 @@ def view(step: PlanStep) -> list[ShardedValue]:
 
 
 def cut(step: PlanStep) -> list[ShardedValue]:
-    """Follow a primitive that cuts, joins or sorts: such a dim must not be sharded.
+    """Follow a primitive that cuts, joins or sorts along dims: these dims must not be sharded.
 
-    Compilers may exchange the edges of shards instead, so a sharded dim among them is a doubt.
+    If one of these dims is sharded, the plan notes a doubt, because compilers may exchange the
+    edges of shards instead.
     """
     known = correspondence(step.equation)
     assert known is not None
@@ -78,7 +79,7 @@ def callback(step: PlanStep) -> list[ShardedValue]:
 
 
 def slice_(step: PlanStep) -> list[ShardedValue]:
-    """Follow a slice. To take one position of a sharded dim, the devices compute a sum."""
+    """Follow a slice. A slice of one position of a sharded dim is a sum over the devices."""
     shape, result = step.avals[0].shape, step.results[0].shape
     changed = [at for at, size in enumerate(shape) if size != result[at]]
     if all(result[at] == 1 for at in changed):

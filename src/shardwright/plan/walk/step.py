@@ -30,7 +30,7 @@ class Scope:
     Attributes:
       ledger: Where events are noted.
       asked: Variable -> the dims that a later constraint requires.
-      suggested: Variable -> the dims that a constraint behind a later matmul suggests.
+      suggested: Variable -> the dims that a constraint after a later matmul suggests.
       uses: Variable -> number of uses, results of the jaxpr included.
       needed_whole: Variables with several uses where at least one use needs the complete sum.
       target: Returns the dims and origins that a constraint equation requires.
@@ -95,7 +95,7 @@ class PlanStep:
 
     @property
     def suggested(self) -> Dims | None:
-        """Dims of the first result that a constraint behind a later matmul suggests, or None."""
+        """Dims of the first result that a constraint after a later matmul suggests, or None."""
         return self.scope.suggested.get(self.equation.outvars[0])
 
     def walk(
@@ -152,7 +152,10 @@ class PlanStep:
         return self.scope.settled[variable]
 
     def settle(self, result: ShardedValue, *, wanted: Dims | None = None) -> ShardedValue:
-        """Complete a partial sum that the equation returns. It runs as often as the equation."""
+        """Complete a partial sum that the equation returns.
+
+        The sum runs as often as the equation.
+        """
         value = dataclasses.replace(result, runs=most_runs(self.values))
         settled = self.ledger.settle(value, self.results[0], self.location, wanted=wanted)
         # Two largest elements, for example, cannot be added before they are sent.
@@ -196,7 +199,7 @@ class PlanStep:
         self.ledger.choices[choice] = None
 
     def doubt(self, mesh_axes: Iterable[str], fix: str) -> None:
-        """Note that a compiler may handle mesh axes in another way, and what would settle it."""
+        """Note that a compiler may handle mesh axes in another way, and a fix that decides it."""
         self.ledger.doubt(mesh_axes, self.location, fix)
 
     def anywhere(self) -> list[ShardedValue]:

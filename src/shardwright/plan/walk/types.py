@@ -34,10 +34,10 @@ def _unreduced(avals: Iterable[Any]) -> frozenset[str]:
 
 
 def with_owed(step: PlanStep) -> PlanStep:
-    """Return an equation whose operands owe the sums that it must complete by its types.
+    """Return the equation, with operands that owe those sums which its types complete.
 
     While a type is unreduced, equations run on the terms of the sum. A reshard to a reduced type
-    adds them.
+    adds up the terms.
     """
     paid = _unreduced(step.avals) - _unreduced(step.results)
     if not paid:
@@ -53,9 +53,9 @@ def with_owed(step: PlanStep) -> PlanStep:
 def with_typed_constants(step: PlanStep) -> PlanStep:
     """Return an equation where operands that any device can compute have the dims of their types.
 
-    JAX lowers these types to constraints. XLA partitions a matmul by them. It also partitions what
-    follows a reshard to Auto mesh axes by them: JAX puts each gather and scatter there. XLA folds
-    the constants of all other equations.
+    JAX lowers these types to constraints. XLA follows the constraints in two places: at a matmul,
+    and after a reshard to Auto mesh axes, where JAX puts each gather and scatter. At all other
+    equations, XLA folds the constants.
     """
     left = explicit_axes(step.results[0])
     values = []

@@ -49,8 +49,8 @@ class ShardedValue:
       owed: Mesh axes over which the value is a partial sum that must still be added up.
       groups: Parts of `owed` that XLA adds one after the other, since reductions and matmuls add
         dim by dim. Empty means one group.
-      sum_dtype: Element type of the terms of a partial sum, if the sum is converted later: XLA adds
-        before it converts. Empty means the type of the value.
+      sum_dtype: Element type of the terms of a partial sum, if the sum is converted later. XLA adds
+        the terms before it converts the sum. Empty means the type of the value.
       widened_from: Element type that the value, or the terms of the sum, had before they were
         converted to a wider type. If the sum is converted back, it is added in this type.
       is_matmul: Whether the value is the result of a matmul, whose layout compilers choose.
@@ -60,8 +60,8 @@ class ShardedValue:
       origins: Mesh axis -> why it is in `dims` or `owed`.
       lookups: The lookups whose gradients it adds up: place, and mesh axes of table, indices and
         rows.
-      table_moves: Moves, from dims to dims, of the value to which a scatter into zeros is added.
-        XLA adds the rows to that value in the same scatter, and moves it like the zeros.
+      table_moves: If it is a scatter into zeros: moves, from dims to dims, of the value to which it
+        is added. XLA scatters into that value instead of the zeros, and so moves it like the zeros.
       summed: Kinds and mesh axes of the collectives that completed it, if it was a partial sum.
       buffer: Its memory, or None if it needs none (constants) or the walk does not count memory.
     """
@@ -90,7 +90,7 @@ class ShardedValue:
         return dataclasses.replace(self, dims=tuple(tuple(dim) for dim in dims))
 
     def pruned(self) -> ShardedValue:
-        """Return the value without the origins of mesh axes that are not in `dims` or `owed`."""
+        """Return the value, without origins of mesh axes that are in neither `dims` nor `owed`."""
         held = self.mesh_axes | self.owed
         if held >= self.origins.keys():
             return self
@@ -126,7 +126,7 @@ def dims_of_spec(spec: Sequence[Any], ndim: int, sizes: Mapping[str, int]) -> Di
 
 
 def on_host(aval: Any) -> bool:
-    """Tell whether a type is of values in the memory of the host."""
+    """Tell whether values of a type are in the memory of the host."""
     # A token has no memory space.
     return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
@@ -142,7 +142,7 @@ def explicit_axes(aval: Any) -> frozenset[str]:
 
 
 def typed_dims(aval: Any, dims: Dims, sizes: Mapping[str, int]) -> Dims:
-    """Return dims with the Explicit mesh axes that a type has. They come before Auto ones."""
+    """Return dims with the Explicit mesh axes that a type has, in front of Auto mesh axes."""
     explicit = explicit_axes(aval)
     if not explicit:
         return dims
