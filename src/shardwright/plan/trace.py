@@ -155,8 +155,9 @@ class Recorder:
     """The effect of a plan: annotations stay in the trace, and other requests are recorded.
 
     Attributes:
-      typed: Whether the mesh has Explicit axes. Then the trace has the constraints too, because
-        they decide the types of later values, and each of their requests is recorded.
+      typed: Whether the mesh has Explicit axes. If it has, the trace also keeps the constraints,
+        because these decide the types of later values. The requests of the constraints are recorded
+        too.
       answers: The recorded requests, of all modes of a manager.
     """
 

@@ -140,7 +140,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
 
 
 def _hold_parts(total: Buffer, parts: int) -> int:
-    """Give the buffer of a sum the size of its parts, and return the fewest bytes that are held.
+    """Give the buffer of a sum the size of its parts, and return the fewest bytes in memory.
 
     A collective matmul holds parts in place of the sum: at least four parts on a ring of eight
     devices, and three on a ring of four, as measured.
@@ -220,8 +220,8 @@ def _is_one_hot(step: PlanStep) -> bool:
 def _shard_sums(step: PlanStep, births: Sequence[Buffer | None]) -> None:
     """Note the fewest bytes of the carries of a scan.
 
-    If a carry starts as a constant and is sharded after the loop, it may be sharded in the loop
-    too. The sum of the gradients of microbatches is an example.
+    If a carry starts as a constant and is sharded after the loop, it may also be sharded in the
+    loop. The sum of the gradients of microbatches is an example.
     """
     constants, carries, _ = _jax.scan_parts(step.parameters)
     starts = step.values[constants : constants + carries]
@@ -231,7 +231,7 @@ def _shard_sums(step: PlanStep, births: Sequence[Buffer | None]) -> None:
 
 
 def _parts(step: PlanStep, results: Sequence[ShardedValue]) -> int:
-    """Return the bytes of the parts that a matmul adds up while it sends others.
+    """Return the bytes of the parts that a matmul adds up while it sends other parts.
 
     Compilers for TPUs run a matmul and the reduce-scatter of its result as one loop (collective
     matmul). The loop sends both ways along the ring. For each direction it holds two parts that it
@@ -432,7 +432,8 @@ def _matmul_inputs(
       jaxpr: The equations.
       choose: Called with a matmul, and for each operand the positions of the inputs that it is
         computed from. Returns the positions for the chosen operands.
-      for_gpus: A part of the key: it decides which branches run.
+      for_gpus: Whether the walk is for GPUs, which decides the branches that run. It is a part of
+        the key of the cache.
     """
     sources: dict[Any, set[int]] = {variable: {at} for at, variable in enumerate(jaxpr.invars)}
     found: set[int] = set()

@@ -38,7 +38,7 @@ def follow(
       known: How its dims correspond.
       values: Its operands, each a complete sum unless the equation may run on its terms.
       choose: Returns the sharding that is kept if operands differ.
-      doubt: The fix to show if a mesh axis is given up, because compilers may act differently there.
+      doubt: The fix to show if a mesh axis is given up, because compilers may differ there.
     """
     sizes = step.ledger.sizes
     live = [at for at, value in enumerate(values) if not value.free and any(known.operands[at])]

@@ -22,8 +22,9 @@ class Fusion(enum.Enum):
     """Which values a compiler fuses into their uses. The first two need the most memory.
 
     Attributes:
-      NARROW: Values with one use, and those with several that are cheap to compute again from what
-        is in memory. A conversion to a narrower type is held if its operand is fused.
+      NARROW: Values with one use are fused. Values with several uses are fused if they are cheap to
+        compute again from values in memory. A conversion to a narrower type is held if its operand
+        is fused.
       WIDE: Conversions are fused into all uses. Values that a reduction reads are held.
       MOST: Values that are expensive to compute again are fused, too, if that saves memory.
       EAGER: Only values whose fusion saves memory are fused.
@@ -208,10 +209,12 @@ def read_instead(
 def inside_kernels(
     entries: Sequence[Entry], fused: Mapping[Buffer, Sequence[Buffer]]
 ) -> set[Buffer]:
-    """Return the matmuls that a compiler at its best never holds. Only one equation reads them.
+    """Return the matmuls that a compiler at its best never holds.
 
-    * An elementwise value, which is held: the kernel of the matmul computes it.
-    * Another matmul: its kernel computes the first one row by row, if the weight fits into the
+    Each has only one reader, which is:
+
+    * An elementwise value that is held: the kernel of the matmul computes it.
+    * Another matmul: its kernel computes the first matmul row by row, if the weight fits into the
       memory of a kernel, as in the forward pass of a small feed-forward layer.
 
     Args:
@@ -259,10 +262,10 @@ def _is_at_hand(buffer: Buffer, fused: set[Buffer], reach: Mapping[Buffer, int])
 
 
 def _in_one_kernel(buffer: Buffer, *, min_row_bytes: int = 0) -> bool:
-    """Tell whether a TPU may compute a value in the kernel of the matmul that it starts with.
+    """Tell whether a TPU may compute a value in the kernel of the matmul with which it starts.
 
-    The kernel then has whole rows of the matmul, as for a softmax. It holds the operand that makes
-    a row twice, in order to read ahead.
+    The kernel then has whole rows of the matmul, as for a softmax. It holds two copies of the
+    operand that every row needs, in order to read ahead.
 
     Args:
       buffer: The value.

@@ -6,7 +6,7 @@ values it keeps. `fusion` lists the choices.
 * The upper end counts every value that a compiler cannot fuse into its use: matmuls, results of
   collectives and of loops, and elementwise values with several uses. A fused value keeps its
   operands alive instead. Results that take no donated argument's memory count from the start. With
-  loops, the upper end is also that of another order, see `_depth_first`.
+  loops, the upper end also covers another order of the equations, see `_depth_first`.
 * The lower end is that of a compiler at its best. Each chain of elementwise values overwrites a
   value that it starts with. A sum over devices is never in memory as a whole.
 
@@ -233,7 +233,7 @@ class Timeline:
     def _parts(self) -> list[int]:
         """Return, for each equation, the bytes of the parts that a collective matmul holds then.
 
-        They are in memory until the next matmul is done, which is computed while they are sent.
+        The parts are in memory until the next matmul is done, because they are sent while it runs.
         """
         parts, sent = [], 0
         for entry in self._entries:
@@ -390,10 +390,11 @@ def _late(entries: Sequence[Entry]) -> list[Entry]:
 def _depth_first(entries: Sequence[Entry], results: Iterable[Buffer]) -> list[Entry]:
     """Return equations in the order of XLA's depth-first scheduler (`DFSMemoryScheduler`).
 
-    Each is right before the first one that reads it. Of the operands of an equation, and of the
-    results, what has more readers behind it comes first, then what has more bytes. Nothing reads
-    the gradients of weights, so the backward pass may run before their matmuls. Then all that these
-    matmuls read is in memory at the same time.
+    Each equation is right before the first equation that reads it. The operands of an equation are
+    in the order of the extra readers of all values that they are computed from, most first, and
+    then of the bytes of these values. The results of the program are in the same order. No equation
+    reads the gradients of weights, so the backward pass may run before the matmuls of these
+    gradients. Then all that these matmuls read is in memory at the same time.
     """
     makers: dict[Buffer, int] = {}
     for at, entry in enumerate(entries):

@@ -257,7 +257,7 @@ def _count_kernel(equation: Any, step: PlanStep, location: WalkLocation) -> None
     """Count the matmuls of a Pallas kernel: those of one step of its grid, times the steps.
 
     A kernel skips blocks, or computes a block with or without a mask. So at most one branch of its
-    body runs in a step. The walk takes the one with the most operations.
+    body runs in a step. The walk takes the branch with the most operations.
     """
     parameters, variables = equation.params, (*equation.invars, *equation.outvars)
     # A dynamic size of a grid is unknown before the program runs, and counts as one step.
