@@ -61,7 +61,8 @@ class Program:
             return jnp.sum((y @ sw.gather(w, last)).astype(jnp.float32) ** 2)
 
         def loss(w: Any, x: Any, last: Any) -> Any:
-            return sw.pipeline_loss(layer, w, x, head, last, None, specs=stack)[0]
+            given = (layer, w, x, head, last, None)
+            return sw.pipeline_loss(*given, specs=stack, by_row=True)[0]
 
         self.step = jax.value_and_grad(loss, (0, 1, 2))
 

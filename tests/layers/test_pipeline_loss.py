@@ -85,13 +85,15 @@ def one_by_one(name: str, shards: int) -> Any:
     return (loss, loads), (of_params, of_rows[0], of_head, *of_rows[1:])
 
 
-def check(name: str, schedule: str, mesh: str, kind: Any, *, forward: bool = True) -> Any:
+def check(
+    name: str, schedule: str, mesh: str, kind: Any, *, forward: bool = True, **changes: Any
+) -> Any:
     """Compare loss, gradients and statistics; return the program and the manager.
 
     With `forward`, the loss is also computed without gradients: the layers run first.
     """
     config, given = CONFIGS[name], arguments(name)
-    with manager(schedule, mesh, kind=kind) as pm:
+    with manager(schedule, mesh, kind=kind, **changes) as pm:
         repeats = pm.rules.pipeline.repeats
         specs = transformer_block.specs(config)
         params = pm.shard(in_repeats(PARAMS[name], repeats), specs, role="param")
@@ -171,6 +173,35 @@ CELLS = [
 @pytest.mark.parametrize(("name", "schedule", "mesh", "kind"), CELLS)
 def test_equals_the_sum_everywhere(name: str, schedule: str, mesh: str, kind: Any) -> None:
     check(name, schedule, mesh, kind)
+
+
+@pytest.mark.full(but=["1f1b-pp:2,dp:2,tp:2-tick-auto"])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "gather"),
+    [
+        ("gpipe", "pp:2,dp:2,tp:2", "tick"),
+        ("circular", "pp:2,dp:2,fsdp:2", "tick"),
+        ("1f1b", "pp:2,dp:2,tp:2", "tick"),
+        ("1f1b", "pp:2,dp:2,fsdp:2", "once"),
+        ("gpipe", "pp:2,fsdp:4", "once"),
+    ],
+)
+def test_gradients_are_reduced_once(schedule: str, mesh: str, gather: str, kind: Any) -> None:
+    """Over the data axes that shard no weight in the ticks; those of the head, by microbatch."""
+    program, pm = check("dense", schedule, mesh, kind, forward=False, gather=gather)
+    over = {"dp"} if gather == "tick" else {"dp", "fsdp"}
+    sums = [
+        each
+        for each in read_collectives(program, pm.mesh)
+        if each.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+        and over & {*each.mesh_axes}
+        and each.logical_bytes > HEAD.nbytes + 4
+    ]
+    assert {each.count for each in sums} == {1}
+    of_stage = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS["dense"])) // 2
+    # Over fsdp or tp, a device has a half of each matrix.
+    assert sum(each.logical_bytes for each in sums) >= of_stage // (2 if gather == "tick" else 1)
 
 
 def test_over_pp_1f1b_sends_microbatches() -> None:

@@ -59,7 +59,7 @@ def sent(found: Iterable[Any], kind: Kind) -> Counter[Any]:
 
 
 # With two stages, the last scan of 1f1b is one tick, whose last permute a compiler removes.
-@pytest.mark.full(but=["gpipe-pp:4,fsdp:2-auto"])
+@pytest.mark.full(but=["gpipe-pp:2,dp:2,fsdp:2-auto"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize(
     ("schedule", "mesh"),
@@ -69,6 +69,8 @@ def sent(found: Iterable[Any], kind: Kind) -> Counter[Any]:
         ("circular", "pp:4,fsdp:2"),
         ("1f1b", "pp:4,fsdp:2"),
         ("1f1b", "pp:4,tp:2"),
+        ("gpipe", "pp:2,dp:2,fsdp:2"),
+        ("1f1b", "pp:4,dp:2"),
     ],
 )
 def test_plan_equals_the_program(schedule: str, mesh: str, kind: Any) -> None:
@@ -89,6 +91,11 @@ def test_plan_equals_the_program(schedule: str, mesh: str, kind: Any) -> None:
         # Losses of the layers, [microbatches, layers]: zeros here, which a plan does not send.
         gathers[("pp",), 4 * 8 * DENSE.layers] += 1
     assert gathers == sent(found, Kind.ALL_GATHER)
+    over_dp = [
+        sum(size * runs for (axes, size), runs in sums.items() if axes == ("dp",))
+        for sums in (sent(plan.events, Kind.ALL_REDUCE), sent(found, Kind.ALL_REDUCE))
+    ]
+    assert over_dp[0] == over_dp[1]
 
 
 @pytest.mark.full(but=["1f1b-auto"])
@@ -111,8 +118,8 @@ def test_weights_are_gathered_once(schedule: str, kind: Any) -> None:
         weight = 4 * pipeline_memory.WIDTH**2
         of_layer, of_stage = (gathers.get((("fsdp",), each * weight), 0) for each in (1, 4))
         # A chunk in each tick, forward and backward: 20 layers for gpipe, 18 for circular.
-        of_once = (0, 1 if kind == "auto" else 2)
-        assert (of_layer, of_stage) == of_once if gather == "once" else of_layer >= 36, gathers
+        once = (of_layer, of_stage) == (0, 1)
+        assert once if gather == "once" else of_layer >= 36, gathers
         random = np.random.default_rng(0)
         arrays = [
             program.manager.shard(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec
 from shardwright import _jax
 from shardwright.errors import LayerError, Problem, RankMismatchError, raise_problems
 from shardwright.layers.microbatches import Microbatches, microbatches_of
-from shardwright.layers.placement import is_inside_shard_map
+from shardwright.layers.placement import is_inside_shard_map, path_of
 from shardwright.layers.stages import Layer, LayerInputs, Stages, scan_layers
 from shardwright.manager import constraint, context
 from shardwright.manager.manager import PartitionManager
@@ -35,6 +36,7 @@ def pipeline(
     streamed: Any = None,
     per_layer: Any = None,
     path: str | None = None,
+    by_row: bool = False,
 ) -> tuple[Any, Any]:
     """Run a stack of equal layers; return (x, outputs), as `jax.lax.scan` does.
 
@@ -58,8 +60,11 @@ def pipeline(
       streamed: Tree of larger arrays `[batch, ...]` that layers read, such as the output of an
         encoder. They are sent from stage to stage together with x.
       per_layer: Tree of arrays `[layers, ...]` of which a layer reads its own part.
-      path: Path of `params` in the model, required for `gather = "once"` under a strategy with
-        `[[tensors]]` entries.
+      path: Path of `params` in the model, required for `gather = "once"` and `by_row` under a
+        strategy with `[[tensors]]` entries.
+      by_row: Whether a layer computes each row of x from the same row of its inputs, without random
+        numbers, and its outputs do not depend on rows. Then each shard of a microbatch adds its own
+        gradients of weights, and they are summed over these shards once, after the last tick.
 
     Returns:
       (x, outputs). The outputs have leading dims `[microbatches, layers]`; without `[pipeline]`,
@@ -73,8 +78,9 @@ def pipeline(
         the call of a pipeline, or the schedule is "1f1b", which `pipeline_loss` runs.
     """
     inputs = LayerInputs(number=None, keys=keys, rows=rows, streamed=streamed, per_layer=per_layer)
-    params, lead, cut = read_stack(params, x, inputs, specs=specs, path=path)
-    if cut is None:
+    given = (layer, params, x, inputs)
+    params, lead, stages = read_stack(*given, specs=specs, path=path, by_row=by_row)
+    if stages is None:
         return one_scan(layer, params, x, inputs, lead)
     settings = ambient_pipeline()
     if settings is not None and settings.schedule is Schedule.ONE_F_ONE_B:
@@ -84,7 +90,7 @@ def pipeline(
             fix="call sw.pipeline_loss, which takes the head of the model, or "
             'transformer_block.loss; or write schedule = "gpipe" under [pipeline]',
         )
-    stages = Stages(layer=layer, cut=cut, lead=lead)
+    cut = stages.cut
 
     # JAX runs a `shard_map` over some of the mesh axes only inside of a `jit`.
     @jax.jit
@@ -101,13 +107,20 @@ def pipeline(
 
 
 def read_stack(
-    params: Any, x: Any, inputs: LayerInputs, *, specs: Any, path: str | None
-) -> tuple[Any, tuple[int, ...], Microbatches | None]:
+    layer: Layer,
+    params: Any,
+    x: Any,
+    inputs: LayerInputs,
+    *,
+    specs: Any,
+    path: str | None,
+    by_row: bool,
+) -> tuple[Any, tuple[int, ...], Stages | None]:
     """Check the arguments of a pipeline.
 
     Returns:
       The parameters, gathered if `[pipeline]` says "once"; their leading dims that count layers;
-      and the microbatches, or None if the layers run as one scan.
+      and the stages, or None if the layers run as one scan.
 
     Raises:
       ShardingError: As `pipeline` raises it.
@@ -137,12 +150,31 @@ def read_stack(
     check_sizes({"rows": inputs.rows}, batch, "rows", may_be_one=True)
     check_sizes({"per_layer": inputs.per_layer}, math.prod(lead), "layers")
     cut = microbatches_of(manager, batch)
-    if settings.gather is GatherWeights.ONCE:
-        # Gather all weights once. `gather` in a layer then finds its weight whole, but still
-        # scatters each gradient, so the stage adds gradients sharded as stored. Over Explicit mesh
-        # axes, the sum has the type of the gathered weights, so it is gathered once too.
+    once = settings.gather is GatherWeights.ONCE
+    apart = _shards_apart(manager, cut, specs, path, once=once) if by_row else ()
+    if once:
+        # Gather all weights once. `gather` in a layer then finds its weight whole. If `apart` does
+        # not have the mesh axes of FSDP, it still scatters each gradient, so the stage adds
+        # gradients sharded as stored. Over Explicit mesh axes, the sum has the type of the gathered
+        # weights, so it is gathered once too.
         params = manager.gather(params, specs, path=path)
-    return params, lead, cut
+    return params, lead, Stages(layer=layer, cut=cut, lead=lead, apart=apart)
+
+
+def _shards_apart(
+    manager: PartitionManager, cut: Microbatches, specs: Any, path: str | None, *, once: bool
+) -> tuple[str, ...]:
+    """Return the mesh axes of BATCH over which each shard can hold whole weights in the ticks.
+
+    They come first in BATCH, so that no row is sent.
+    """
+    role, sharded = Role.USE if once else Role.PARAM, set()
+    for at, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_array_spec)[0]:
+        own = path_of(path, path_text(at))
+        found = manager.answer(ShardingRequest(spec.axes, spec.shape, None, role, own))
+        sharded.update(axis for decision in found.decisions for axis in decision.mesh_axes)
+    rows = cut.before + cut.after
+    return tuple(itertools.takewhile(lambda axis: axis not in sharded, rows))
 
 
 def ambient_pipeline() -> Pipeline | None:

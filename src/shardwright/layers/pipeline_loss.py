@@ -48,6 +48,7 @@ def pipeline_loss(
     per_layer: Any = None,
     path: str | None = None,
     aux: Callable[[Any], Any] | None = None,
+    by_row: bool = False,
 ) -> tuple[Any, Any]:
     """Run a stack of equal layers and a head; return (loss, outputs of the layers).
 
@@ -78,6 +79,7 @@ def pipeline_loss(
       per_layer: As in `pipeline`.
       path: As in `pipeline`.
       aux: Function of the output of one layer that returns its auxiliary loss. Defaults to none.
+      by_row: As in `pipeline`. It says nothing about the head.
 
     Raises:
       IndivisibleError: As in `pipeline`.
@@ -97,20 +99,21 @@ def pipeline_loss(
     """
     rows, head_inputs = jax.lax.stop_gradient((rows, head_inputs))
     inputs = LayerInputs(number=None, keys=keys, rows=rows, streamed=streamed, per_layer=per_layer)
-    params, lead, cut = read_stack(params, x, inputs, specs=specs, path=path)
 
     def run_layer(params: Any, x: Any, inputs: LayerInputs) -> tuple[Any, Any]:
         x, output = layer(params, x, inputs)
         loss = jnp.float32(0) if aux is None else jnp.asarray(aux(output), jnp.float32)
         return x, (loss, jax.lax.stop_gradient(output))
 
-    if cut is None:
+    given = (run_layer, params, x, inputs)
+    params, lead, stages = read_stack(*given, specs=specs, path=path, by_row=by_row)
+    if stages is None:
         x, (losses, outputs) = one_scan(run_layer, params, x, inputs, lead)
         return head(head_params, x, head_inputs) + losses.sum(), outputs
+    cut = stages.cut
     check_sizes({"head_inputs": head_inputs}, cut.batch, "rows", may_be_one=True)
     settings = ambient_pipeline()
     assert settings is not None
-    stages = Stages(layer=run_layer, cut=cut, lead=lead)
     if cut.stages == 1:
         run = functools.partial(_one_after_another, stages, head)
     elif settings.schedule is Schedule.ONE_F_ONE_B:
@@ -261,7 +264,7 @@ class _OneFOneB:
         self.rows, self.head_rows = jax.tree.map(
             lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), (rows, head_rows)
         )
-        self.weights, self._fixed, self._join = _split(stack)
+        self.weights, self._fixed, self._join = _split(stages.copied(stack))
         self.of_head, self._fixed_head, self._join_head = _split(head_params)
         self.me = jax.lax.axis_index(STAGES)
 
@@ -303,6 +306,8 @@ class _OneFOneB:
             lambda *parts: jax.lax.dynamic_slice_in_dim(jnp.concatenate(parts), self.me, count),
             *of_scans,
         )
+        if self.stages.apart:
+            by_weights = [leaf.sum(0) for leaf in by_weights]
         by_head = _as([jax.lax.psum(leaf, STAGES) for leaf in by_head], self.of_head)
         return total[None], outputs, _as(by_weights, self.weights), turned, by_head
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -71,11 +71,13 @@ class Stages:
       layer: The argument of `pipeline`.
       cut: The microbatches.
       lead: Leading dims of the parameters: (layers,), or (repeats, layers / repeats).
+      apart: Mesh axes of BATCH whose shards run the layers apart from each other.
     """
 
     layer: Layer
     cut: Microbatches
     lead: tuple[int, ...]
+    apart: tuple[str, ...]
 
     @property
     def repeats(self) -> int:
@@ -229,6 +231,7 @@ class Stages:
         from which they move to their stage.
         """
         count, stages, repeats = self.cut.count, self.cut.stages, self.repeats
+        stack = self.copied(stack)
         stream = jax.tree.map(lambda leaf: leaf[0], stream)
         rows = jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), rows)
         me, own = jax.lax.axis_index(STAGES), count // stages
@@ -282,25 +285,59 @@ class Stages:
         """Run a chunk of the layers of a stage on one microbatch."""
         # Without this barrier, XLA gathers all weights before the first tick, and holds them.
         stack, x = jax.lax.optimization_barrier((stack, x))
-        if self.repeats > 1:
-            stack = at(stack, chunk)
-        inputs = LayerInputs(
-            number=None,
-            keys=folded(keys, microbatch),
-            rows=at(rows, microbatch),
-            streamed=streamed,
-            per_layer=None,
-        )
-        with inside_stage(self.cut.manager):
-            return scan_layers(self.layer, stack, x, inputs)
+        manager = inside_stage(self.cut.manager, self.apart)
+
+        def run(stack: Any, chunk: Any, keys: Any, rows: Any, x: Any, streamed: Any) -> Any:
+            if self.apart:
+                stack = jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[1:]), stack)
+            if self.repeats > 1:
+                stack = at(stack, chunk)
+            inputs = LayerInputs(
+                number=None, keys=keys, rows=rows, streamed=streamed, per_layer=None
+            )
+            with manager:
+                return scan_layers(self.layer, stack, x, inputs)
+
+        rows, keys = at(rows, microbatch), folded(keys, microbatch)
+        if self.apart:
+            size, own = jax.tree.leaves(x)[0].shape[:1], PartitionSpec(self.apart)
+            each = jax.tree.map(lambda leaf: own if leaf.shape[:1] == size else _WHOLE, rows)
+            run = jax.shard_map(
+                run,
+                in_specs=(own, _WHOLE, _WHOLE, each, own, own),
+                out_specs=(own, _WHOLE),
+                axis_names={*self.apart},
+                check_vma=False,
+            )
+        result: tuple[Any, Any] = run(stack, chunk, keys, rows, x, streamed)
+        return result
+
+    def copied(self, stack: Any) -> Any:
+        """Return the stack with a leading dim of the shards over `apart`.
+
+        Each shard adds the gradients of its own copy, which are summed once, after the last tick.
+        """
+        shards = math.prod(self.cut.manager.sizes[axis] for axis in self.apart)
+
+        def copy(leaf: Any) -> Any:
+            copies = jnp.broadcast_to(leaf, (shards, *leaf.shape))
+            return jax.lax.with_sharding_constraint(copies, _open_spec((self.apart,), copies))
+
+        return jax.tree.map(copy, stack) if self.apart else stack
 
 
-def inside_stage(manager: PartitionManager) -> PartitionManager:
-    """Return the manager of a stage: pp shards no array there."""
+_WHOLE: Final = PartitionSpec()
+
+
+def inside_stage(manager: PartitionManager, apart: tuple[str, ...] = ()) -> PartitionManager:
+    """Return the manager of a stage: pp shards no array there, nor do the mesh axes in `apart`."""
+
+    def make() -> PartitionManager:
+        rules = functools.reduce(without_mesh_axis, (STAGES, *apart), manager.rules)
+        return manager.having(rules=rules)
+
     # Remember the manager of the stage, because layers cache values per manager.
-    stage: PartitionManager = manager.remember(
-        ("pipeline",), lambda: manager.having(rules=without_mesh_axis(manager.rules, STAGES))
-    )
+    stage: PartitionManager = manager.remember(("pipeline", apart), make)
     return stage
 
 

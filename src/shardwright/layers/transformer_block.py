@@ -518,12 +518,19 @@ def _scan(
         streamed=encoded,
         per_layer=per_layer,
         path=path,
+        by_row=key is None and not _combines_rows(config),
     )
     if ambient_pipeline() is None:
         moe_states, seen = jax.tree.map(lambda leaf: leaf[0], (moe_states, seen))
     else:
         moe_states = list(map(_over_microbatches, moe_states))
     return result, moe_states, seen
+
+
+def _combines_rows(config: TransformerConfig) -> bool:
+    """Return whether the result of a row depends on other rows: loads of experts, scales of fp8."""
+    blocks: tuple[Any, ...] = (config.attention, config.cross or config.attention, *config.mlps)
+    return any(isinstance(each, MoEBlockConfig) or each.recipe is not None for each in blocks)
 
 
 def _over_microbatches(after: Any) -> Any:

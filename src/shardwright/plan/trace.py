@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -184,8 +185,9 @@ class Recorder:
         if self.typed:
             self._keep(decided.request, decided.placement.spec)
             x = constrain(x, decided)
-        # Keep only STAGES in `manual`: it shows that the array is in a stage of a pipeline.
-        request = decided.request._replace(manual=decided.request.manual & {STAGES})
+        # In a stage of a pipeline, `manual` tells which mesh axes its rules leave out.
+        manual = decided.request.manual
+        request = decided.request._replace(manual=manual if STAGES in manual else frozenset())
         return annotate(x, Annotation(request, decided.strict))
 
     def gather(self, w: Any, use: Decided, stored: Decided) -> Any:
@@ -523,9 +525,14 @@ def walk(
     sizes = {axis: size for axis, size in manager.mesh.shape.items() if size > 1}
     known: dict[int, tuple[Dims, dict[str, DimDecision], str]] = {}
     is_staged = manager.rules.pipeline is not None and manager.rules.pipeline.runs
-    stage = None
-    if is_staged and STAGES in sizes:
-        stage = manager.having(rules=without_mesh_axis(manager.rules, STAGES))
+
+    @functools.cache
+    def manager_of(manual: frozenset[str]) -> Manager:
+        """Return the manager of a stage, whose rules leave Manual mesh axes out."""
+        if not is_staged or STAGES not in manual or STAGES not in sizes:
+            return manager
+        names = [name for each in sorted(manual) for name in renaming.get(each, (each,))]
+        return manager.having(rules=functools.reduce(without_mesh_axis, names, manager.rules))
 
     def target(equation: Any, ledger: Ledger) -> ShardedValue | None:
         if equation.primitive is not annotate_axes_p:
@@ -542,8 +549,7 @@ def walk(
         # The trace holds its requests, so no id is used twice.
         key = id(request)
         if key not in known:
-            own = manager if stage is None or STAGES not in request.manual else stage
-            resolution = own.answer(request)
+            resolution = manager_of(request.manual).answer(request)
             if not strict:
                 resolution = resolver.left_open(resolution)
             try:

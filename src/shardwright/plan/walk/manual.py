@@ -14,6 +14,7 @@ from shardwright.plan.walk.entries import TEMPORARY, Buffer
 from shardwright.plan.walk.equations import (
     called_jaxpr,
     gather_key,
+    holds_primitive,
     live_equations,
     nested_jaxprs,
     run_bodies,
@@ -89,9 +90,13 @@ def shard_map(step: PlanStep) -> list[ShardedValue]:
     """Follow a `shard_map`: operands move to its input specs, then its body runs."""
     parameters, sizes = step.parameters, step.ledger.sizes
     manual = step.ledger.renamed(_jax.newly_manual_axes(parameters))
-    # Follow a pipeline by its values too: its carries are large, and only the walk over values
-    # counts them once.
-    if set(sizes).difference(manual) or STAGES in manual:
+    # Follow a pipeline and its layers by their values too: carries are large, and only the walk
+    # over values counts them once. That walk knows no kernels.
+    body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
+    is_plain = step.ledger.in_stage and not any(
+        holds_primitive(body, name) for name in (*_KINDS, "pallas_call")
+    )
+    if set(sizes).difference(manual) or STAGES in manual or is_plain:
         return _over_some(step, manual)
     for at, (spec, aval) in enumerate(zip(parameters["in_specs"], step.avals, strict=True)):
         dims = step.ledger.dims_of(spec, aval.ndim)
@@ -99,7 +104,6 @@ def shard_map(step: PlanStep) -> list[ShardedValue]:
             step.values[at], aval, dims, step.location, origins=step.values[at].origins
         )
     origins = merged_origins(step.values)
-    body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
     _follow(body, step, step.location, origins)
     timeline = step.ledger.timeline
     operands = [value.buffer for value in step.values]

@@ -185,7 +185,8 @@ class Decoder:
                 own = list(itertools.islice(trees, stack.period))
                 stacked = [stack_specs(stack_specs_of(stack), trips)] * stack.period
                 step = functools.partial(self.trip, stack)
-                x, _ = pipeline(step, own, x, specs=stacked)
+                by_row = not isinstance(stack.mlp, MoEBlockConfig)
+                x, _ = pipeline(step, own, x, specs=stacked, by_row=by_row)
             x, _ = self.trained(stack, x, list(itertools.islice(trees, rest)), is_scan=False)
         return x
 
