@@ -31,9 +31,9 @@ _EPILOG = f"""\
 MODEL is file.py:function, the config.json of a Hugging Face model, or a file of named tensors. The
 function returns a shardwright.plan.Program, or a dict of them by mode. A Program is a function, the
 shapes of its arguments and their annotations. For a config.json, the command plans a reference
-decoder of the same sizes; --set gives its length, remat, chunks (of the loss), param (a dtype) and
-capacity (of experts). For a file of tensors (.toml or .json), the command only counts the bytes of
-the state.
+decoder of the same sizes; --set gives its length, remat, chunks (of the loss), repeats (those of
+[pipeline]), param (a dtype) and capacity (of experts). For a file of tensors (.toml or .json), the
+command only counts the bytes of the state.
 
 examples:
   shardwright plan model.py:programs --strategy fsdp_tp --mesh fsdp:16,tp:4

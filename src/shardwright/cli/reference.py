@@ -14,7 +14,7 @@ from shardwright.plan.planner import Program
 from shardwright.strategy.foreign_files import read_json
 
 # The options that `--batch` and `--set` may give. Those in `_WHOLE` are positive integers.
-_WHOLE: Final = ("batch", "length", "chunks")
+_WHOLE: Final = ("batch", "length", "chunks", "repeats")
 _OPTIONS: Final = (*_WHOLE, "remat", "param", "capacity")
 _LENGTH: Final = 4096
 _MODEL: Final = "model: a reference decoder with the sizes of"
@@ -51,7 +51,8 @@ def read_reference(
 
     Args:
       model: Path of the `config.json`, or of its folder.
-      options: `batch`, `length`, `remat`, `chunks`, `param` and `capacity`, as words or integers.
+      options: `batch`, `length`, `remat`, `chunks`, `repeats`, `param` and `capacity`, as words or
+        integers.
       devices: Number of devices. By default it is the batch: one sequence per device.
 
     Raises:
@@ -62,7 +63,7 @@ def read_reference(
 
     _check(options)
     # Missing options have the defaults of `programs`.
-    keywords = {key: options[key] for key in ("remat", "chunks") if key in options}
+    keywords = {key: options[key] for key in ("remat", "chunks", "repeats") if key in options}
     sizes = read_config(
         str(_config_path(model)),
         param=options.get("param"),

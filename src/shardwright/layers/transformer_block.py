@@ -507,6 +507,9 @@ def _scan(
             after.append(state)
         return x, ([moe_state for moe_state, _ in after], [seen for _, seen in after])
 
+    # Experts have loads of all rows, and fp8 has scales.
+    blocks: tuple[Any, ...] = (config.attention, config.cross or config.attention, *config.mlps)
+    combines_rows = any(isinstance(each, MoEBlockConfig) or each.recipe for each in blocks)
     stacked, *per_layer = (list(trees)[:count] for trees in (params, *states))
     result, (moe_states, seen) = run(
         trip,
@@ -518,19 +521,13 @@ def _scan(
         streamed=encoded,
         per_layer=per_layer,
         path=path,
-        by_row=key is None and not _combines_rows(config),
+        by_row=key is None and not combines_rows,
     )
     if ambient_pipeline() is None:
         moe_states, seen = jax.tree.map(lambda leaf: leaf[0], (moe_states, seen))
     else:
         moe_states = list(map(_over_microbatches, moe_states))
     return result, moe_states, seen
-
-
-def _combines_rows(config: TransformerConfig) -> bool:
-    """Return whether the result of a row depends on other rows: loads of experts, scales of fp8."""
-    blocks: tuple[Any, ...] = (config.attention, config.cross or config.attention, *config.mlps)
-    return any(isinstance(each, MoEBlockConfig) or each.recipe is not None for each in blocks)
 
 
 def _over_microbatches(after: Any) -> Any:

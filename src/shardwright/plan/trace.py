@@ -528,9 +528,8 @@ def walk(
 
     @functools.cache
     def manager_of(manual: frozenset[str]) -> Manager:
-        """Return the manager of a stage, whose rules leave Manual mesh axes out."""
         if not is_staged or STAGES not in manual or STAGES not in sizes:
-            return manager
+            return manager  # not in a stage, whose rules leave Manual mesh axes out
         names = [name for each in sorted(manual) for name in renaming.get(each, (each,))]
         return manager.having(rules=functools.reduce(without_mesh_axis, names, manager.rules))
 

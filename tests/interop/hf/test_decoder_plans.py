@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -537,27 +538,32 @@ def in_stages(schedule: str, repeats: int, *, mode: str) -> sw.PartitionManager:
 
 
 @pytest.mark.full
-def test_layers_run_in_the_stages_of_a_pipeline(tmp_path: Path) -> None:
-    changes = {"num_hidden_layers": 4, "sliding_window": 4}
+@pytest.mark.parametrize(("schedule", "repeats"), [("gpipe", 1), ("circular", 2)])
+def test_layers_run_in_the_stages_of_a_pipeline(
+    schedule: str, repeats: int, tmp_path: Path
+) -> None:
+    changes = {"num_hidden_layers": 4 * repeats, "sliding_window": 4}
     sizes = read_config(small_config(CONFIGS / "gemma-2-9b.json", tmp_path, **changes))
-    made = programs(sizes, batch=16, length=8)
-    model = made["train"].function.__self__  # type: ignore[attr-defined]
-    specs = decoder_specs(sizes, stacked=True)
-    params = draw(specs)
+    both = [programs(sizes, batch=16, length=8, repeats=each)["train"] for each in (repeats, 1)]
+    made, plain = (each.function.__self__ for each in both)  # type: ignore[attr-defined]
+    specs = decoder_specs(sizes, stacked=True, repeats=repeats)
+    params = draw(decoder_specs(sizes, stacked=True))
     tokens = jax.random.randint(jax.random.key(1), (16, 8), 0, sizes.vocab)
 
-    def total(params: Any, tokens: Any) -> Any:
+    def total(params: Any, tokens: Any, model: Any = made) -> Any:
         y = model.end(params, model.scanned(params["layers"], model.start(params, tokens)))
         return jnp.sum(jnp.sin(y) * jnp.arange(y.shape[-1]))
 
     step = jax.jit(jax.value_and_grad(total))
-    wanted = step(params, tokens)
-    with in_stages("gpipe", 1, mode="train") as pm:
+    wanted = jax.jit(jax.value_and_grad(functools.partial(total, model=plain)))(params, tokens)
+    params = jax.tree.map(lambda leaf, spec: leaf.reshape(spec.shape), params, specs)
+    with in_stages(schedule, repeats, mode="train") as pm:
         stored = pm.shard(params, specs, role="param")
         program = step.lower(stored, pm.shard(tokens, sw.BATCH, sw.QUERY_LENGTH)).compile()
         got = program(stored, pm.shard(tokens, sw.BATCH, sw.QUERY_LENGTH))
     for own, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-4 * float(np.abs(other).max()))
+        values = np.reshape(own, other.shape)
+        np.testing.assert_allclose(values, other, rtol=1e-4, atol=1e-4 * float(np.abs(other).max()))
     kinds = {each.kind for each in read_collectives(program, pm.mesh) if "pp" in each.mesh_axes}
     assert Kind.PERMUTE in kinds
 
@@ -575,7 +581,7 @@ def test_what_no_stage_runs_is_refused(tmp_path: Path) -> None:
     line = "fsdp_pp.toml:34"
     with (
         in_stages("circular", 2, mode="train"),
-        raises(sw.LayerError, "repeats = 2", path="layers", rule=line, fix="gpipe"),
+        raises(sw.LayerError, "repeats = 2", path="layers", rule=line, fix="repeats=2"),
     ):
         jax.eval_shape(made["train"].function, *made["train"].shapes)
     for mode in ("prefill", "decode"):

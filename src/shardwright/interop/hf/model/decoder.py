@@ -51,7 +51,7 @@ _RATE, _DECAY, _SQUARE_DECAY, _EPSILON = 1e-4, 0.9, 0.95, 1e-8
 
 
 def programs(
-    sizes: Sizes, *, batch: int, length: int, remat: str = "full", chunks: int = 1
+    sizes: Sizes, *, batch: int, length: int, remat: str = "full", chunks: int = 1, repeats: int = 1
 ) -> dict[str, Program]:
     """Return what to plan: a training step with Adam, prefill of prompts, and one decode step.
 
@@ -61,15 +61,17 @@ def programs(
       length: Tokens of a sequence; in decode, rows of a cache.
       remat: What the forward pass keeps: none, full, dots or blocks.
       chunks: Number of parts that the loss is computed in. It divides the length.
+      repeats: As in `[pipeline]` of the strategy that trains.
 
     Raises:
       StrategyError: `remat` is unknown.
+      IndivisibleError: `repeats` does not divide the layers.
     """
     if remat not in REMAT:
         hint = did_you_mean(remat, REMAT)
         fix = f"{hint} remat is one of {', '.join(REMAT)}".strip()
         raise StrategyError(f"remat={remat!r} is unknown", fix=fix)
-    model = Decoder(sizes, remat, chunks)
+    model = Decoder(sizes, remat, chunks, repeats)
     return {
         "train": model.training(batch, length),
         "prefill": model.serving(batch, length, length),
@@ -100,11 +102,11 @@ def _router_bias(stack: Stack) -> ArraySpec:
     return ArraySpec((stack.mlp.moe.experts,), jnp.float32, (EXPERT_GATE,), zeros)
 
 
-def decoder_specs(sizes: Sizes, *, stacked: bool) -> dict[str, Any]:
+def decoder_specs(sizes: Sizes, *, stacked: bool, repeats: int = 1) -> dict[str, Any]:
     """Return the parameters as `ArraySpec`s: per layer, or stacked for a scan.
 
     With `stacked`, each stack has a tree for each layer of its pattern, with a leading dim LAYERS,
-    and one for each layer after the last whole pattern.
+    and one for each layer after the last whole pattern. `repeats` is that of `stack_specs`.
     """
     layers: list[Any] = []
     for stack in sizes.stacks:
@@ -112,7 +114,7 @@ def decoder_specs(sizes: Sizes, *, stacked: bool) -> dict[str, Any]:
         # A scan takes whole patterns. The layers after the last whole pattern are computed one by
         # one.
         trips, rest = divmod(stack.layers, stack.period) if stacked else (0, stack.layers)
-        scanned = [stack_specs(each, trips)] * stack.period if trips else []
+        scanned = [stack_specs(each, trips, repeats=repeats)] * stack.period if trips else []
         layers += [*scanned, *[each] * rest]
     tree = {
         "embedding": embedding.specs(sizes.vocab, sizes.embed, dtypes=sizes.dtypes),
@@ -127,10 +129,11 @@ def decoder_specs(sizes: Sizes, *, stacked: bool) -> dict[str, Any]:
 class Decoder:
     """The decoder of some sizes, under a remat policy."""
 
-    def __init__(self, sizes: Sizes, remat: str, chunks: int = 1) -> None:
+    def __init__(self, sizes: Sizes, remat: str, chunks: int = 1, repeats: int = 1) -> None:
         self.sizes = sizes
         self.remat = remat
         self.chunks = chunks
+        self.repeats = repeats
 
     def layer(
         self, stack: Stack, number: int, w: Any, x: Any, cache: Any = None, valid: Any = None
@@ -167,23 +170,25 @@ class Decoder:
         """Return the residual after all layers, whose parameters are stacked.
 
         Raises:
-          LayerError: The strategy has a circular pipeline.
+          LayerError: The strategy has a pipeline of other repeats.
         """
         settings = ambient_pipeline()
-        if settings is not None and settings.repeats > 1:
+        repeats = 1 if settings is None else settings.repeats
+        if repeats != self.repeats:
             raise LayerError(
-                f"[pipeline] has repeats = {settings.repeats}, and the parameters of this decoder "
-                "have one dim of layers",
+                f"the strategy has repeats = {repeats}, and this decoder repeats={self.repeats}",
                 path="layers",
                 rule=_rule_of_layers(),
-                fix='write schedule = "gpipe" under [pipeline], without repeats',
+                fix=f"pass repeats={repeats} to programs; on the command line, --set "
+                f"repeats={repeats}",
             )
         trees = iter(params)
         for stack in self.sizes.stacks:
             trips, rest = divmod(stack.layers, stack.period)
             if trips:
                 own = list(itertools.islice(trees, stack.period))
-                stacked = [stack_specs(stack_specs_of(stack), trips)] * stack.period
+                each = stack_specs(stack_specs_of(stack), trips, repeats=repeats)
+                stacked = [each] * stack.period
                 step = functools.partial(self.trip, stack)
                 by_row = not isinstance(stack.mlp, MoEBlockConfig)
                 x, _ = pipeline(step, own, x, specs=stacked, by_row=by_row)
@@ -327,7 +332,7 @@ class Decoder:
 
     def training(self, batch: int, length: int) -> Program:
         """Return the training step."""
-        specs = decoder_specs(self.sizes, stacked=True)
+        specs = decoder_specs(self.sizes, stacked=True, repeats=self.repeats)
         params = _shapes(specs)
         moment = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
         tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
@@ -390,7 +395,8 @@ class Decoder:
 def _rule_of_layers() -> str:
     """Return the rule that stores layers, and where it is written."""
     manager = context.current()
-    assert manager is not None  # only called if there is a pipeline, which needs a manager
+    if manager is None:
+        return ""
     return str(manager.explain(LAYERS, role="param").decisions[0].rule)
 
 
