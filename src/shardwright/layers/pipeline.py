@@ -168,7 +168,7 @@ def _shards_apart(
 
     They come first in BATCH, so that no row is sent.
     """
-    role, sharded = Role.USE if once else Role.PARAM, set()
+    role, sharded = Role.USE if once else Role.PARAM, set[str]()
     for at, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_array_spec)[0]:
         own = path_of(path, path_text(at))
         found = manager.answer(ShardingRequest(spec.axes, spec.shape, None, role, own))
