@@ -18,7 +18,7 @@ EXIT_CODES = "2 the arguments are wrong, or a file, a mesh or a program cannot b
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors look like all others: the message and a fix, without the usage."""
+    """A parser whose errors look like all other errors: a message and a fix, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         fix = f"{self.prog} --help shows the options"

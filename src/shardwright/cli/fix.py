@@ -117,7 +117,7 @@ class Fixed:
     refused: bool
 
     def report(self, *, dry: bool) -> list[str]:
-        """Return the difference as lines, and what was done."""
+        """Return the diff of the file, and a line that says what was done."""
         name = str(self.path)
         lines = list(
             difflib.unified_diff(

@@ -147,7 +147,10 @@ def fix_by_programs(arguments: argparse.Namespace, devices: int | None) -> Fixed
 
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the model with their values. Raise an error if one has several."""
+    """Return the options of the model with their values.
+
+    Raise an error if an option has several values.
+    """
     options = read_options(arguments)
     for name, values in options.items():
         if len(values) > 1:

@@ -117,7 +117,7 @@ def verify_programs(
 
 
 def cache_folder(name: str | None) -> Path:
-    """Return the folder of compiled results. It defaults to one in the user's cache."""
+    """Return the folder of compiled results. Defaults to a folder in the user's cache."""
     if name is not None:
         return Path(name)
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")

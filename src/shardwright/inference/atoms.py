@@ -59,7 +59,7 @@ class Atom:
     same: Atom | None = None
 
     def split(self, major: int, *, keep_name: bool = False) -> None:
-        """Split into factors of sizes (major, size // major). They inherit what is known.
+        """Split into factors of sizes (major, size // major). The factors inherit what is known.
 
         Args:
           major: Size of the first factor.

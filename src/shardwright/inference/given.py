@@ -107,7 +107,7 @@ class GivenSizes:
         """Name the factors of dims that are open or guesses.
 
         Raises:
-          StrategyError: No dim of a parameter, nor a factor of one, has a size.
+          StrategyError: No dim of a parameter, and no factor of such a dim, has one of the sizes.
         """
         unmet = dict(self.by_size)
         for leaf, dims in enumerate(params):
@@ -179,7 +179,7 @@ def read_sizes(sizes: Any, paths: Sequence[str], shapes: Sequence[Sequence[int]]
       shapes: Shape of each parameter.
 
     Raises:
-      StrategyError: It is no mapping, a key is neither a size nor the place of a dim, or no
+      StrategyError: `sizes` is not a mapping, a key is neither a size nor the place of a dim, or no
         parameter has the place.
     """
     if not isinstance(sizes, Mapping):

@@ -81,7 +81,7 @@ def update_slice(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def top_k(step: InferenceStep) -> list[ArrayFacts]:
-    """Keep all dims except the searched one, and record that one."""
+    """Keep all dims except the searched dim, and record the searched dim."""
     dims, known = step.values[0].dims, correspondence(step.equation)
     assert known is not None
     step.facts.top_k.append(Use(dim=dims[step.parameters.get("axis", -1)], location=step.location))

@@ -121,7 +121,8 @@ class InferenceStep:
         Args:
           dims: Its dims.
           one_hot: The dim along which each row has a single 1, or None.
-          origin: Its origin. By default that of the operands, or a new one if they have several.
+          origin: Its origin. By default, the origin of the operands, or a new origin if the
+            operands have several.
         """
         # One pass without comprehensions: this runs for each equation, and most operands add
         # nothing new.

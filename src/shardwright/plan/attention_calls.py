@@ -17,7 +17,7 @@ _SCOPE: Final = re.compile(r"attention_(\w+)")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCalls:
-    """The calls of attention of one line of the model that take one implementation.
+    """The calls of attention that come from one line of the model and take one implementation.
 
     Attributes:
       implementation: Its name, such as `blockwise`.

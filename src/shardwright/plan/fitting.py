@@ -111,7 +111,10 @@ def _on(manager: Manager, sizes: Mapping[str, int]) -> Manager:
 def _first_fitting(
     program: Program, manager: Manager, meshes: Iterable[_MeshOnSlice]
 ) -> FittingMesh | None:
-    """Plan a program on meshes. Return the first on which it fits, else the first close one."""
+    """Plan a program on meshes.
+
+    Return the first mesh on which it fits, else the first one on which it is close.
+    """
     close: FittingMesh | None = None
     for slice_, sizes in meshes:
         other = _on(manager, sizes)
@@ -203,7 +206,7 @@ def find_smaller_rules(
     *,
     below: float,
 ) -> FittingRules | None:
-    """Return the change of a strategy that saves most memory.
+    """Return the change of a strategy that saves the most memory.
 
     Only changes with which the program can be planned count. Parameters are stored over one more
     mesh axis and gathered, as in FSDP, or their optimizer state is sharded over it, by `zero1`. Or

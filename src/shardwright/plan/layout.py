@@ -205,7 +205,10 @@ def _crossing(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int]:
 def _whole_sides(
     sides: Mapping[str, int], sizes: Mapping[str, int]
 ) -> dict[str, dict[str, int]] | None:
-    """Assign as many whole sides as possible to each mesh axis, or return None if one has none."""
+    """Assign as many whole sides as possible to each mesh axis.
+
+    Return None if no whole sides fit some mesh axis.
+    """
     # `mesh_utils._create_device_mesh_for_nd_torus`: the last mesh axis chooses first, and more
     # sides are tried before fewer, since they have more links.
     free, taken = dict(sides), {}

@@ -85,7 +85,9 @@ class Program:
 
 
 def _positions(donated: Any, arguments: int) -> tuple[int, ...]:
-    """Return the positions of donated arguments. As for `jax.jit`, one may be an int or negative.
+    """Return the positions of donated arguments.
+
+    As in `jax.jit`, `donated` may be one int, and a position may be negative.
 
     Raises:
       StrategyError: A position is not an integer, or there is no such argument.

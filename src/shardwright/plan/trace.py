@@ -102,7 +102,10 @@ class Trace:
 
     @property
     def fits_all(self) -> bool:
-        """Whether nothing in the trace depends on the manager. Then it fits every Auto mesh."""
+        """Whether nothing in the trace depends on the manager.
+
+        If so, the trace fits every Auto mesh.
+        """
         if self.typed_for is not None or self.answers:
             return False
         return not holds_primitive(self.jaxpr, "shard_map")

@@ -93,7 +93,7 @@ def unsure_lines(report: PlanReport) -> list[str]:
 
 
 def state_text(state: StateBytes, *, rows: int | None = None, width: int = WIDTH) -> str:
-    """Return a table of bytes by category, and a table of the rules that replicate most.
+    """Return a table of bytes by category, and a table of the rules that replicate the most bytes.
 
     Args:
       state: The state.
@@ -252,7 +252,7 @@ def event_row(events: Sequence[Event]) -> tuple[str, ...]:
 
 
 def time_rows(time: TimeRange, layout: Layout) -> list[tuple[str, float, float, str]]:
-    """Return each part of an estimate: name, seconds at least and at most, and the assumption."""
+    """Return each part of an estimate: name, fewest and most seconds, and the assumption."""
     chip = layout.topology.chip
     # GPUs have other rates for float8 and float32; `estimate_time` uses them.
     kind = " in bfloat16" if chip.domain else ""

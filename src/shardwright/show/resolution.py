@@ -99,7 +99,7 @@ def _picture(resolution: Resolution) -> str:
     """Return an SVG with the numbers of the devices that hold each part, or an empty string.
 
     There is no picture of a failed resolution, of a mesh with more than 64 devices, or of more than
-    two sharded dims. `sw.visualize` draws those.
+    two sharded dims. `sw.visualize` draws large meshes, and arrays with more sharded dims.
     """
     sizes = dict(resolution.mesh)
     if resolution.spec is None or not sizes or math.prod(sizes.values()) > MOST_DEVICES:

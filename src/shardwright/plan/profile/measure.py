@@ -199,7 +199,7 @@ def _most_first(parts: Iterable[T]) -> tuple[T, ...]:
 
 
 def _choose(recording: Recording, program: str | None) -> str:
-    """Return the program of that name, or the one that took most time.
+    """Return the program of that name, or the program that took the most time.
 
     Raises:
       ProgramError: There is no such program.

@@ -193,8 +193,8 @@ class SearchReport:
 
     @property
     def undecided(self) -> int:
-        """Number of candidates of the front that may be the fastest. Their lower end of the time is
-        below the upper end of the first one.
+        """Number of candidates of the front that may be the fastest. The lower end of their time is
+        below the upper end of the time of the first candidate.
         """
         return sum(each.min_seconds < self.front[0].seconds for each in self.front)
 

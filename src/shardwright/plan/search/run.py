@@ -346,7 +346,10 @@ class _Search:
         self._drop_large(point, max(report.memory.low for report in reports))
 
     def _drop_large(self, point: Point, needed: int) -> None:
-        """Count a candidate that does not fit. Keep the one that needs least as the example."""
+        """Count a candidate that does not fit.
+
+        The candidate that needs the least memory is kept as the example.
+        """
         self.dropped[_TOO_LARGE] += 1
         if needed < self.smallest:
             self.smallest = needed

@@ -164,7 +164,7 @@ def _difference(
 
 
 def _first_extra(program: _DigestedProgram, name: str, others: Iterable[str]) -> Instruction | None:
-    """Return the first instruction of a computation that the other one has less often."""
+    """Return the first instruction of a computation that the other computation has less often."""
     extra = Counter(program.digests(name).values())
     extra.subtract(Counter(others))
     instructions = program.module.computations[name].instructions

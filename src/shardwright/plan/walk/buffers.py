@@ -317,7 +317,7 @@ def _rows_of_table(step: PlanStep) -> Buffer | None:
 
 
 def _split(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs behind those operands of a matmul that keep their last dim and another one.
+    """Return the inputs behind those operands of a matmul that keep their last dim and another dim.
 
     Args:
       equation: A matmul.

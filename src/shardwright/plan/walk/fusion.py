@@ -19,7 +19,7 @@ _SMALL: Final = 16  # an operand hardly counts if it is this many times smaller 
 
 
 class Fusion(enum.Enum):
-    """Which values a compiler fuses into their uses. The first two need the most memory.
+    """Which values a compiler fuses into their uses. The first two choices need the most memory.
 
     Attributes:
       NARROW: Values with one use are fused. Values with several uses are fused if they are cheap to
@@ -38,7 +38,7 @@ class Fusion(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """Who reads each buffer of a program. It is the same for all ways of fusing.
+    """Who reads each buffer of a program. The readers are the same for all choices of `Fusion`.
 
     Attributes:
       counts: Buffer -> equations that read it.
@@ -241,7 +241,7 @@ def inside_kernels(
 
 
 def _is_copy(buffer: Buffer, fused: set[Buffer]) -> bool:
-    """Tell whether a value is another form of one that is in memory, such as a conversion."""
+    """Tell whether a value is another form of a value in memory, such as a conversion."""
     while buffer.cheap and len(buffer.operands or ()) == 1:
         (buffer,) = buffer.operands or ()
         if buffer not in fused:
@@ -251,7 +251,7 @@ def _is_copy(buffer: Buffer, fused: set[Buffer]) -> bool:
 
 
 def _is_at_hand(buffer: Buffer, fused: set[Buffer], reach: Mapping[Buffer, int]) -> bool:
-    """Tell whether a value is cheap to compute from another one that is in memory longer anyway."""
+    """Tell whether a value is cheap to compute from a value that is in memory longer anyway."""
     small = buffer.size // _SMALL
     # XLA's `InstructionFusion` freely repeats a value with at most one large operand: computing it
     # reads no more than loading it.

@@ -111,7 +111,7 @@ def partition(lookup: Lookup, dims: Mapping[Name, Dims]) -> tuple[list[LookupMov
 
     Args:
       lookup: The gather or scatter.
-      dims: Dims of the three arrays. Those of the result are what its uses require.
+      dims: Dims of the three arrays. The dims of the result are those that its uses require.
     """
     moves: list[LookupMove] = []
     sure = _partition(lookup, _Level(dims=dims, free=frozenset(lookup.sizes)), moves)

@@ -117,7 +117,10 @@ def shard_map(step: PlanStep) -> list[ShardedValue]:
 
 
 def _over_some(step: PlanStep, manual: tuple[str, ...]) -> list[ShardedValue]:
-    """Follow a `shard_map` over some mesh axes. The others shard its body like any program."""
+    """Follow a `shard_map` over some mesh axes.
+
+    The other mesh axes shard its body like any program.
+    """
     ledger, values = step.ledger, []
     for at, (spec, aval) in enumerate(zip(step.parameters["in_specs"], step.avals, strict=True)):
         rest = _without(step.values[at], manual)
@@ -242,7 +245,7 @@ def _mesh_axes(equation: Any, step: PlanStep) -> tuple[str, ...]:
 
 
 def _count(equation: Any, step: PlanStep, location: WalkLocation) -> None:
-    """Count a matmul. In a ragged one, each row is multiplied by the matrix of its group."""
+    """Count a matmul. In a ragged matmul, each row is multiplied by the matrix of its group."""
     left, right, *_ = (variable.aval for variable in equation.invars)
     result = equation.outvars[0].aval
     ragged = equation.params.get("ragged_dot_dimension_numbers")

@@ -1,4 +1,4 @@
-"""The rule of `dot_general`, and of what is computed like it."""
+"""The rule of `dot_general`, and of primitives that are computed like it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shardings in the types of values, which JAX writes there over Explicit mesh axes.
+"""Shardings in the types of values. JAX writes the Explicit mesh axes of a value into its type.
 
 Each value ends with the sharding of its type, since JAX lowers the type of each result to a
 constraint. Types do not say which collectives lead there: the rules of the equations do. Auto mesh
