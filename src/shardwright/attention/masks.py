@@ -82,7 +82,7 @@ class MaskRules:
             if longer % chunk:
                 raise AttentionError(
                     f"chunks of {chunk} and of {longer} positions do not nest",
-                    fix="make the chunks equally long, or one a multiple of the other",
+                    fix="use chunks of equal lengths, or one that is a multiple of the other",
                 )
         return MaskRules(causal=self.causal or other.causal, window=window, chunk=chunk)
 

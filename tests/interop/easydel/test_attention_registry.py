@@ -56,7 +56,10 @@ def test_incomplete_class_is_not_registered() -> None:
             return "half"
 
     with raises(
-        sw.AttentionError, "test_incomplete_class_is_not_registered", "forward_native", fix="them"
+        sw.AttentionError,
+        "test_incomplete_class_is_not_registered",
+        "forward_native",
+        fix="classmethods",
     ):
         AttentionRegistry.register(Half)
     with raises(
