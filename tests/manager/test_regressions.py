@@ -63,6 +63,16 @@ def test_no_two_parameters_share_a_key() -> None:
     assert len(set(values)) == 4
 
 
+def test_init_in_another_mode_is_sharded_anew() -> None:
+    pm = manager('[params]\nnorm = "tp"\n[modes.decode.params]\nnorm = "-"\n')
+    spec = sw.ArraySpec((8,), jnp.float32, (sw.NORM,), jax.nn.initializers.ones)
+    shards = [
+        pm.init(spec, jax.random.key(0), mode=mode).sharding.shard_shape((8,))
+        for mode in ("train", "decode")
+    ]
+    assert shards == [(4,), (8,)]
+
+
 def test_init_of_wrong_shape_or_dtype() -> None:
     pm = manager("[rules]\n")
     wrong = sw.ArraySpec(
