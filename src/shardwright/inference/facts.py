@@ -162,7 +162,7 @@ class Output:
     """A result of an equation that may get a constraint.
 
     Attributes:
-      place: Index of the equation, after those of the loops and calls around it.
+      place: Indices of the loops and calls around the equation, then the index of the equation.
       dims: Its dims.
       shape: Its shape.
       is_lookup: Whether a one-hot operand makes the matmul a lookup in a table.

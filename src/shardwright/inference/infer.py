@@ -62,7 +62,7 @@ def infer_axes(
 ) -> Inferred:
     """Infer the axes of each parameter of `forward(params, *inputs)` from one trace.
 
-    Nothing is computed. Write the text that `toml()` returns to a file, review it and commit it.
+    Nothing is computed. Save the text of `toml()` in a file, review the file and commit it.
 
     Args:
       forward: The model.

@@ -159,7 +159,8 @@ def _idle(
 def idle_policies(subject: Subject) -> Iterator[Finding]:
     """Yield `zero1` and `largest_dim` of the policy if they shard nothing.
 
-    Either the mesh lacks their mesh axes, or no weight of the tree can take them.
+    Either the mesh does not have the mesh axes of the policy, or no weight of the tree can take
+    them.
     """
     for key, (code, fix) in _ADDED.items():
         rule = getattr(subject.rules.policy, key)

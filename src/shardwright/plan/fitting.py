@@ -208,9 +208,9 @@ def find_smaller_rules(
 ) -> FittingRules | None:
     """Return the change of a strategy that saves the most memory.
 
-    Only changes with which the program can be planned count. Parameters are stored over one more
-    mesh axis and gathered, as in FSDP, or their optimizer state is sharded over it, by `zero1`. Or
-    LENGTH is sharded over tp too, as in `fsdp_tp_sp`.
+    Only changes with which the program can be planned count. Three kinds are tried: parameters are
+    stored over one more mesh axis and gathered, as in FSDP; optimizer state is sharded over one
+    more mesh axis, by `zero1`; or LENGTH is sharded over tp too, as in `fsdp_tp_sp`.
 
     Args:
       strategy: The strategy.

@@ -177,8 +177,8 @@ def _crossing(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return how many slices each mesh axis crosses.
 
     Raises:
-      MeshSpecError: The part of an axis that crosses does not divide it, the parts are not those of
-        the slices, or no data axis can be split over the slices.
+      MeshSpecError: The part of an axis that crosses slices does not divide the axis, the product
+        of these parts is not the number of slices, or no data axis can be split over the slices.
     """
     spec = MeshSpec(names=tuple(sizes), sizes=tuple(sizes.values()))
     given = {axis: part for axis, part in topology.crossing.items() if part > 1}

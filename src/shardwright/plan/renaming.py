@@ -1,8 +1,8 @@
 """Find the mesh axes that take the place of those of a trace.
 
-A trace has the names of mesh axes inside `shard_map`. Two meshes give the same trace up to these
-names if every dim has the same number of shards on both, and an axis of one mesh always stands for
-the same axes of the other.
+A trace has the names of mesh axes inside `shard_map`. Two meshes give the same trace, up to these
+names, under two conditions: every dim has the same number of shards on both meshes, and an axis of
+one mesh always stands for the same axes of the other mesh.
 """
 
 from __future__ import annotations

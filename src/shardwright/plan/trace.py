@@ -210,9 +210,9 @@ def is_typed(manager: Manager) -> bool:
 
 
 def planning_manager(manager: Manager) -> tuple[Manager, Recorder]:
-    """Return a manager under which a trace keeps its annotations, and what it records.
+    """Return a manager under which a trace keeps its annotations, and the recorder of its requests.
 
-    It resolves every request like the given manager, on the same mesh.
+    The new manager resolves every request like the given one, on the same mesh.
     """
     recorder = Recorder(typed=is_typed(manager))
     # JAX must not reuse a trace with annotations for another call, so each trace has a new token.

@@ -31,7 +31,7 @@ def manager_html(manager: PartitionManager) -> str:
 
 
 def _cell(manager: PartitionManager, axis: str, role: Role) -> str:
-    """Return the mesh axes of an axis, or its rule if they depend on the size."""
+    """Return the mesh axes of an axis, or its rule if the size of the dim decides them."""
     resolution = manager.explain((axis,), role=role)
     if not resolution.decisions:
         return "!"

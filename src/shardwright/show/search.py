@@ -119,7 +119,7 @@ def _count_text(count: float) -> str:
 
 
 def settings_text(candidate: Candidate) -> str:
-    """Return what a candidate changes in its strategy, as a strategy file writes it."""
+    """Return the settings that a candidate changes, in the format of a strategy file."""
     return ", ".join(f'{key} = "{text}"' for key, text in candidate.settings.items()) or "-"
 
 

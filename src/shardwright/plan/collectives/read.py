@@ -186,8 +186,8 @@ class _Reader:
     ) -> Iterator[Collective]:
         """Yield the collectives of a fusion.
 
-        The text of a TPU program shows a collective that is fused with compute three times: in the
-        fusions that start it, run beside it and end it.
+        If a collective is fused with compute, the text of a TPU program shows it three times: in
+        the fusions that start it, run beside it and end it.
         """
         name = instruction.attributes()["calls"].lstrip("%")
         if name not in self.holding:

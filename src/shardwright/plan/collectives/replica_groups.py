@@ -6,8 +6,8 @@ forms:
 - as an iota, `[2,4]<=[4,2]T(1,0)`;
 - by mesh axes, `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`.
 
-In the third form, `'b':(2)2` cuts axis b into parts: a major part of size 2, then a part of size 2,
-which is the one that the groups span. The axes are those of a mesh of the compiler, so the groups
+In the third form, `'b':(2)2` cuts axis b into two parts: a major part of size 2, then a part of
+size 2. The groups span the second part. The axes are those of a mesh of the compiler, so the groups
 are expanded to ids.
 """
 

@@ -62,7 +62,7 @@ class MeasuredAxis:
       planned: Bytes that the plan sends.
       sent: Bytes that the program sends.
       seconds: Time of its collectives, mean of the devices.
-      exposed: Time in which at least one of them ran, and the device computed nothing.
+      exposed: Time in which at least one of these collectives ran, and the device computed nothing.
       rate: Bytes per second, on the device that waits least. None if nothing ran.
       peak: Lowest and highest bytes per second of the slice, or None if no slice was planned.
     """

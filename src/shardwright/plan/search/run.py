@@ -544,7 +544,9 @@ class _Search:
         return candidates
 
     def _walk(self, each: _Resolved, seen: set[Any]) -> Candidate | None:
-        """Walk a candidate. If it does not fit or repeats another, count it and return None.
+        """Walk a candidate.
+
+        If it does not fit or repeats another candidate, count it and return None.
 
         Args:
           each: The candidate.

@@ -30,7 +30,8 @@ class DifferenceCause:
 
     Attributes:
       what: What the compiler did.
-      adds: Bytes that one device sends because of it in all runs; negative if it saves.
+      adds: Bytes that one device sends in all runs for this reason; negative if the reason saves
+        bytes.
       sources: Lines of the model where the compiled program has this pattern.
     """
 

@@ -1,4 +1,4 @@
-"""Describe GPUs to XLA, which compiles for them on machines that have none.
+"""Describe GPUs to XLA, so that it compiles for GPUs on machines without GPUs.
 
 XLA reads a `GpuTargetConfigProto` as text. The values are those of its own files, in
 https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs

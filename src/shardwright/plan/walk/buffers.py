@@ -302,7 +302,7 @@ def _copies(step: PlanStep) -> list[Buffer]:
 
 
 def _rows_of_table(step: PlanStep) -> Buffer | None:
-    """Return the table of a lookup, or its copy row by row if it is stored column by column.
+    """Return the table of a lookup, or a copy in row order if the table is stored by columns.
 
     A copy is added to the timeline. Later lookups read the same copy.
     """
@@ -399,7 +399,8 @@ def add_local(
 ) -> list[Buffer | None]:
     """Add a jaxpr whose shapes are local, such as the body of a `shard_map`, to a timeline.
 
-    A compiler copies an input if a matmul needs its batch dims first and they are not first.
+    If a matmul needs the batch dims of an input first, and other dims are first, a compiler copies
+    the input.
 
     Args:
       jaxpr: The equations.

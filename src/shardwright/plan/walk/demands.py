@@ -64,7 +64,8 @@ def far_demands(jaxpr: Any, near: Demands, sizes: Mapping[str, int]) -> Demands:
     """Return the dims that constraints after a later matmul suggest for variables without a demand.
 
     XLA's sharding propagation carries a sharding back through a matmul, if nothing else decides
-    first. The plan does not follow it, and only marks the matmuls where it may matter.
+    first. The plan does not follow this propagation, and only marks the matmuls where it may
+    matter.
 
     Args:
       jaxpr: The equations.

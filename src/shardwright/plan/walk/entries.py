@@ -20,8 +20,8 @@ class Buffer:
     Attributes:
       size: Bytes.
       kind: What it is for: a category of arguments, `loops`, `temporary` or `results`.
-      operands: The buffers from which a compiler computes it in each use, if it may fuse it. None
-        if it may not.
+      operands: If a compiler may fuse the value: the buffers from which each use computes the
+        value. None if a compiler may not fuse it.
       cheap: Whether it is fused even if it has several uses, such as a conversion or a reshape.
       min_bytes: Fewest bytes of it that must be in memory at one time: less than `size` if a
         compiler may send or sum the value part by part.

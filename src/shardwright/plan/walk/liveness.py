@@ -391,10 +391,10 @@ def _depth_first(entries: Sequence[Entry], results: Iterable[Buffer]) -> list[En
     """Return equations in the order of XLA's depth-first scheduler (`DFSMemoryScheduler`).
 
     Each equation is right before the first equation that reads it. The operands of an equation are
-    in the order of the extra readers of all values that they are computed from, most first, and
-    then of the bytes of these values. The results of the program are in the same order. No equation
-    reads the gradients of weights, so the backward pass may run before the matmuls of these
-    gradients. Then all that these matmuls read is in memory at the same time.
+    sorted. For each operand, the extra readers of all values from which it is computed are counted:
+    the largest count comes first, then the most bytes. The results of the program are sorted in the
+    same way. No equation reads the gradients of weights, so the backward pass may run before the
+    matmuls of these gradients. Then all that these matmuls read is in memory at the same time.
     """
     makers: dict[Buffer, int] = {}
     for at, entry in enumerate(entries):

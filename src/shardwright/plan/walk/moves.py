@@ -35,7 +35,7 @@ class ValueMove:
 
     Attributes:
       transfers: Its collectives.
-      doubtful: Mesh axes for which XLA may find another way, which sends other bytes.
+      doubtful: Mesh axes for which XLA may move the value in another way, and send other bytes.
     """
 
     transfers: tuple[Transfer, ...] = ()

@@ -67,7 +67,7 @@ def padded_copies(
 
 
 def is_across(buffer: Buffer) -> bool:
-    """Tell whether a stored matrix has its first dim along the lanes because its last is short."""
+    """Tell whether a stored matrix has its first dim along the lanes, as its last dim is short."""
     if len(buffer.shape) != _MATRIX or for_gpus():
         return False
     rows, columns = buffer.shape
