@@ -33,7 +33,7 @@ settings.load_profile("shared")
 
 # A worker that has more bytes than this, after a file of tests, forgets what it compiled; later
 # again where it has so many again, or a step more than what it could not forget.
-_FIRST_LIMIT, _STEP = 1_200_000_000, 150_000_000
+_FIRST_LIMIT, _STEP = 1_600_000_000, 300_000_000
 _LIMIT = pytest.StashKey[int]()
 
 
@@ -117,5 +117,5 @@ def pytest_collection_finish() -> None:
     """Run the garbage collector again, rarely, and not over the objects that collection creates."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(500_000, 20, 20)
     gc.enable()
