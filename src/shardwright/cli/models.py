@@ -85,7 +85,8 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> NamedModel:
       inputs: Dtype, shape and axes of each input.
 
     Raises:
-      StrategyError: The file has no such functions, one of them raises, or an input cannot be read.
+      StrategyError: The file has no such functions, one of them raises an error, or an input cannot
+        be read.
     """
     forward = read_function(
         name, example="model.py:forward", fix="define the function, or check its name"
@@ -184,7 +185,7 @@ def infer_model(
     Args:
       model: The model.
       sizes: Size, or place of a dim -> axis.
-      own_axes: Axes of their own that strategies declare.
+      own_axes: Axes that strategies declare in addition to the vocabulary.
 
     Raises:
       UnknownAxisError: An input or a size names an axis that does not exist.
@@ -225,7 +226,7 @@ def infer_on_one_device(
 
     Args:
       infer: The inference, which traces the model.
-      own_axes: Axes of their own that strategies declare.
+      own_axes: Axes that strategies declare in addition to the vocabulary.
       mode: Mode in which the model is traced; attention needs one.
     """
     try:

@@ -70,8 +70,8 @@ def read_programs(
       notes: List to which the assumptions about a `config.json` are appended. Defaults to none.
 
     Raises:
-      StrategyError: The file cannot be read or raises, the function does not take the options, or
-        it does not return programs.
+      StrategyError: The file cannot be read, its code raises an error, the function does not take
+        the options, or it does not return programs.
     """
     options = options or {}
     programs: Mapping[str, Any]

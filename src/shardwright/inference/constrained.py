@@ -100,9 +100,10 @@ def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
     """Return a forward function that shards the intermediates named by inference.
 
     The source of the model stays as it is. Each call traces `forward`, and passes these
-    intermediates to `shard`: residual streams, heads, hidden dims of an MLP, and logits. Those
-    with a guessed or an open dim get no constraint, and fused projections get none. Values inside
-    `while`, `cond`, `shard_map` and functions with custom derivatives get none either.
+    intermediates to `shard`: residual streams, heads, hidden dims of an MLP, and logits.
+    Intermediates with a guessed or an open dim get no constraint, and fused projections get none.
+    Values inside `while`, `cond`, `shard_map` and functions with custom derivatives get none
+    either.
 
     Args:
       forward: The function that was inferred.

@@ -29,7 +29,7 @@ NamedFactors = tuple[tuple[str, int], ...]
 
 
 def name_slices(names: Names) -> None:
-    """Name slices by their whole, and wholes by their slices."""
+    """Name slices by the dim from which they are cut, and dims by their slices."""
     for _ in range(_ROUNDS):
         for dim_slice in names.facts.slices:
             wholes = finest(dim_slice.whole)

@@ -55,7 +55,7 @@ class Row:
 
     @property
     def moved(self) -> bool:
-        """Whether mesh axes of a dim or the memory differ, or only one manager has a spec."""
+        """Whether the mesh axes or the memory differ, or only one manager has a spec."""
         before, after = self.before, self.after
         return before.mesh_axes != after.mesh_axes or before.found.on_host != after.found.on_host
 

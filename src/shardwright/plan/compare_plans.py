@@ -1,4 +1,4 @@
-"""Compare two plans of a program: the changes of memory, time and traffic, and their lines."""
+"""Compare two plans of a program: changes of memory, time and traffic, by line of the model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Traffic:
         the left plan.
       moved_from: The line in the left plan, if the line has moved; else "".
       before: Number of runs in the left plan, and bytes that a device sends in all of these runs.
-      after: The same in the right plan.
+      after: Number of runs in the right plan, and bytes that a device sends in all of these runs.
     """
 
     kind: Kind
@@ -77,7 +77,7 @@ class PlanComparison:
 
     Attributes:
       before: Strategy, mesh and slice of the left plan.
-      after: The same of the right plan.
+      after: Strategy, mesh and slice of the right plan.
       changes: One entry for each quantity.
       traffic: One entry for each group of collectives, the largest difference first.
       gone: Places where only the left plan is unsure.
@@ -283,8 +283,8 @@ def _traffic(
 def moved_lines(before: SaysByLine, after: SaysByLine) -> dict[str, str]:
     """Return the new place of each line that moved within its file.
 
-    Two lines are the same line if a plan says the same about both. Of equal lines, the order within
-    the file decides.
+    Two lines are the same line if a plan says the same about both. If a plan says the same about
+    several lines of a file, their order in the file decides.
 
     Args:
       before: The lines of the left plan.

@@ -179,7 +179,7 @@ class FittingRules:
     Attributes:
       settings: Key of a strategy file, such as `params.embed` -> its text.
       file: The file to write them in, as text.
-      needs: Bytes that a device then needs at least.
+      needs: Fewest bytes that a device needs with these settings.
     """
 
     settings: Mapping[str, str]
@@ -220,7 +220,7 @@ def find_smaller_rules(
       below: Bytes that a device may need with the changes.
 
     Returns:
-      None if no change works and needs fewer bytes.
+      None if no change that works needs fewer bytes.
     """
     best: FittingRules | None = None
     for settings in _changes(strategy, manager, state):

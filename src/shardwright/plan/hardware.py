@@ -36,7 +36,7 @@ class _Keys:
       flags: Booleans.
       lists: Lists of shapes.
       cells: Tables with a value, a source and a date.
-      optional: Such tables that may be absent.
+      optional: Those of these tables that may be absent.
     """
 
     numbers: tuple[str, ...]
@@ -90,7 +90,7 @@ class Chip:
       wraps: A side is a ring if its length is a multiple of this number.
       flops: bfloat16 operations per second of one device, at peak.
       fp8_flops: The same for float8.
-      f32_flops: The same for float32, at JAX's default precision.
+      f32_flops: float32 operations per second of one device, at JAX's default precision.
       hbm_bytes: Bytes of memory that a program may use on one device.
       hbm_rate: Bytes per second that one device reads or writes in its memory.
       link_rates: Lowest and highest bytes per second of one link in one direction, per device.

@@ -29,7 +29,7 @@ def find_renaming(
     Args:
       pairs: The spec of each answer on the old mesh and on the new one.
       old: Mesh axis -> size, of the mesh of the trace.
-      new: The same of the other mesh.
+      new: Mesh axis -> size, of the other mesh.
     """
     # An axis of one device may be in any spec: shapes stay the same, so it needs no partner.
     renaming: dict[str, tuple[str, ...]] = {axis: () for axis, size in old.items() if size == 1}

@@ -132,7 +132,7 @@ class Trace:
         return self.memory == rules.memory and self.saved == rules.saved
 
     def _runs_alike(self, manager: Manager) -> bool:
-        """Tell whether rules other than those of axes choose the same program."""
+        """Tell whether the rules that are not about axes choose the same program."""
         rules = manager.rules
         return self.attention == rules.attention and self.pipeline == rules.pipeline
 

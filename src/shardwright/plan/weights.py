@@ -41,7 +41,7 @@ _Known = tuple[int, int] | None
 
 
 def arguments_as_weights(jaxpr: Any) -> tuple[ArgumentAsWeight, ...]:
-    """Return the annotations of a program's arguments as weights, at most one of each array."""
+    """Return the places that annotate arguments with the role param, at most one per array."""
     found: dict[int, ArgumentAsWeight] = {}
     _follow(jaxpr, [(at, 0) for at in range(len(jaxpr.invars))], found)
     return tuple(found.values())

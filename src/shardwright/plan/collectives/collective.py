@@ -33,7 +33,7 @@ class Collective:
       kind: Kind of collective.
       mesh_axes: Mesh axes along which the devices of a group differ, in mesh order.
       devices: Number of devices in a group; for a permute, in the longest chain or ring.
-      partial: Whether a group covers only part of its mesh axes.
+      partial: Whether a group has only a part of the devices along its mesh axes.
       count: Number of runs, loops included. None if a loop's trip count depends on data.
       maybe: Whether it is in a branch that may not be taken. `count` is then an upper bound.
       gathers: Whether it is an all-reduce in which each device has its slice in an array of zeros.

@@ -89,7 +89,7 @@ class _Measured:
     runs: int
 
     def mean(self, measure: Callable[[_DeviceTime], float]) -> float:
-        """Return the mean of a time in nanoseconds, of the devices and the runs, in seconds."""
+        """Return the mean over devices and runs, in seconds, of a time in nanoseconds."""
         return statistics.fmean(map(measure, self.devices)) * _NANO / self.runs
 
     def exposed(self, names: Sequence[str]) -> float:

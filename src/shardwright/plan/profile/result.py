@@ -94,7 +94,9 @@ class LineTime:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A profile beside the plan of its program. Times are those of one device in one run, in s.
+    """A profile beside the plan of its program.
+
+    Times are those of one device in one run, in seconds.
 
     `seconds` is the sum of `compute`, `exposed` and `idle`.
 

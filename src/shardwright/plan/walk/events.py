@@ -101,7 +101,7 @@ class CompilerChoice:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
-    """A matmul that the devices along some mesh axes all repeat.
+    """A matmul that all devices along some mesh axes repeat.
 
     Attributes:
       mesh_axes: Mesh axes that no dim of the matmul is sharded over.
