@@ -36,7 +36,7 @@ def new_origin(parents: Sequence[ActivationOrigin], *, is_matmul: bool = False) 
 
 
 def is_residual(first: ActivationOrigin | None, second: ActivationOrigin | None) -> bool:
-    """Tell whether one of two summands is computed from the other, not only elementwise."""
+    """Tell whether one of two summands is computed from the other by more than elementwise ops."""
     if first is None or second is None or first is second:
         return False
     older, younger = (first, second) if first.depth < second.depth else (second, first)

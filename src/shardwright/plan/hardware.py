@@ -191,7 +191,10 @@ class Topology:
         return sides if self.chip.devices == 1 else {**sides, "core": self.chip.devices}
 
     def is_ring(self, side: str) -> bool:
-        """Tell whether the links along a side wrap around. In a 3D slice, all sides do or none."""
+        """Tell whether the links along a side wrap around.
+
+        In a 3D slice, they do along all sides or along none.
+        """
         # Optical switches join the faces of 4x4x4 cubes. Smaller 3D slices have no rings.
         lengths = self.shape if len(self.shape) > 2 else (self.sides[side],)
         if self.chip.domain:

@@ -260,7 +260,10 @@ def _parts_of_sides(
 
 
 def _splits(free: Mapping[str, int], size: int) -> Iterator[dict[str, int]]:
-    """Yield a length of each side. The lengths divide the sides and multiply to `size`."""
+    """Yield each choice of one length per side.
+
+    The lengths divide the sides, their product is `size`.
+    """
     if not free:
         if size == 1:
             yield {}

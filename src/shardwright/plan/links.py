@@ -3,10 +3,10 @@
 Every time of a collective comes from here: those of a plan, of the ranking of a search, and of a
 compiled program.
 
-For GPUs this has the cost model of NCCL, with the constants of `src/graph/tuning.cc` (as of 2026):
-seconds = latency + bytes / bandwidth, and NCCL chooses the algorithm and protocol with the fewest
-seconds. LL128, NVLink SHARP and CollNet are left out: they only make a collective faster, and not
-every cluster has them.
+For GPUs, this module has the cost model of NCCL, with the constants of `src/graph/tuning.cc` (as of
+2026): seconds = latency + bytes / bandwidth, and NCCL chooses the algorithm and protocol with the
+fewest seconds. LL128, NVLink SHARP and CollNet are left out: they only make a collective faster,
+and not every cluster has them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def inside_seconds(
 ) -> SecondsRange:
     """Return the seconds in which devices send bytes over the links inside their slice or domain.
 
-    On GPUs, this is without the latency, which depends on the number of domains too.
+    On GPUs, the latency is not included, because it depends on the number of domains too.
     """
     slow, fast = layout.rates(mesh_axes)
     # Over mesh axes that only cross slices, nothing is sent inside a slice.

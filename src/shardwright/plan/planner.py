@@ -50,7 +50,9 @@ _ANNOTATE: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A function to plan, and its arguments as shapes. The command `shardwright plan` reads these.
+    """A function to plan, and its arguments as shapes.
+
+    The command `shardwright plan` reads such values.
 
     Attributes:
       function: The function that you would pass to `jax.jit`.
@@ -212,7 +214,7 @@ class PlanReport:
 
 
 def host_too_small(report: PlanReport) -> bool:
-    """Tell whether the memory of the host is known, and the program needs more of it."""
+    """Tell whether the memory of the host is known, and smaller than the program needs."""
     host = 0 if report.layout is None else report.layout.topology.chip.host_bytes
     return bool(host) and report.memory.host > host
 

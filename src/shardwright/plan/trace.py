@@ -355,7 +355,7 @@ def _is_on_host(given: ShardingRequest | NamedSharding | None, manager: Manager)
 def fetching(manager: Manager, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that moves its arguments from the host first, as `jit_step` does.
 
-    If the rules put parameters on the host, it moves nothing: `gather` and `offloaded` do.
+    If the rules put parameters on the host, it moves nothing: `gather` and `offloaded` move them.
     """
     if holds_params(manager.rules, manager.mode or MODE_TRAIN):
         return function
@@ -373,8 +373,9 @@ def fetching(manager: Manager, function: Callable[..., Any]) -> Callable[..., An
 def hosted_outputs(traced: Trace, manager: Manager, donated: Sequence[bool]) -> list[bool]:
     """Return, per output, whether it is returned in the memory of the host.
 
-    Its annotation says so. Otherwise the output is in the memory of the donated argument that it
-    overwrites. As in JAX, this is the first one of the same shape and dtype.
+    A clear annotation of the output decides. Otherwise, the output is in the memory of the donated
+    argument that it overwrites: as in JAX, this is the first donated argument of the same shape and
+    dtype.
     """
     waiting: dict[Any, list[bool]] = {}
     for given, variable, may in zip(traced.inputs, traced.jaxpr.invars, donated, strict=True):

@@ -1,4 +1,4 @@
-"""Write the rates that a profile measured as a file for `--hardware`."""
+"""Write a file for `--hardware` with the rates that a profile measured."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def fitted_chip(profile: Profile) -> str:
     by collectives that send at least 1 MiB per run inside a slice.
 
     Raises:
-      StrategyError: The plan has no slice, or one of another platform than the profile, or the
-        profile measured no rate.
+      StrategyError: The plan has no slice, its slice is of another platform than the profile, or
+        the profile measured no rate.
     """
     layout = profile.report.layout
     if layout is None:

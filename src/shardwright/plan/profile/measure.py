@@ -1,4 +1,4 @@
-"""Measure a program by its profile, and put its plan beside it."""
+"""Measure a program by its profile, and put the plan beside the measured values."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _DeviceTime:
         return max(each.end for each in self.operations) - self.operations[0].start
 
     def exposed(self, names: Iterable[str]) -> float:
-        """Return the time in which some collectives ran, and the device computed nothing."""
+        """Return the time in which the named collectives ran, and the device computed nothing."""
         spans = itertools.chain.from_iterable(self.spans.get(name, ()) for name in names)
         return total(outside(spans, self.busy))
 

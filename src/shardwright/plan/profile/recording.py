@@ -203,7 +203,7 @@ def _programs(data: memoryview) -> Iterator[tuple[str, str, bytes]]:
 
 
 def count_partitions(program: bytes) -> int:
-    """Return the number of devices that run a program together, or 0 if the program lacks it.
+    """Return the number of devices that run a program together, or 0 if it does not say.
 
     JAX's text of a program that was read from a profile lacks this number.
     """
@@ -213,7 +213,7 @@ def count_partitions(program: bytes) -> int:
 
 
 def _values(data: memoryview, number: int) -> Iterator[memoryview]:
-    """Yield the values of one field of a protobuf message that have a length."""
+    """Yield the length-delimited values of one field of a protobuf message."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)

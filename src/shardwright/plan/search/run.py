@@ -106,7 +106,7 @@ def search(
         returns False, the search ends, and the result has what was planned until then.
 
     Raises:
-      StrategyError: A strategy has no mesh, or there are no or too many candidates.
+      StrategyError: A strategy has no mesh, there is no candidate, or there are too many.
       MeshSpecError: There is no such slice, or no strategy has one of `axes`.
       ShardingError: A pin is invalid, two pins contradict each other, an alternative fits no
         strategy, or no candidate resolves. If none resolves, this is the error of the first
@@ -335,7 +335,7 @@ class _Search:
         self.examples.setdefault(reason, f"{point}: {first}")
 
     def _drop_planned(self, candidate: Candidate, point: Point) -> None:
-        """Count a candidate that does not fit into one of the two memories."""
+        """Count a candidate that does not fit into the memory of the chip or of the host."""
         reports = candidate.reports.values()
         if any(map(host_too_small, reports)):
             self.dropped[_TOO_LARGE_ON_HOST] += 1

@@ -149,7 +149,7 @@ def check_overrides(
     Args:
       label: Name of the strategy in messages.
       strategy: The strategy with the settings.
-      settings: The settings. Those that name a mode, and those that are no rules, always hold.
+      settings: The settings. Those that name a mode, and those that are not rules, always hold.
       modes: Modes of the programs.
 
     Raises:

@@ -85,7 +85,7 @@ class Space:
 
         Raises:
           MeshSpecError: No strategy has one of the axes, or a pinned size is not a number.
-          StrategyError: A strategy has no mesh, or there are no or too many candidates.
+          StrategyError: A strategy has no mesh, there is no candidate, or there are too many.
         """
         self._check_axes()
         fixed = {key: text for key, text in self.pins.items() if not key.startswith(MESH)}

@@ -119,8 +119,9 @@ def _with_carries(
     """Give the carries of a scan their buffers in the body, or none.
 
     A carry is in memory during the whole scan, so it is counted outside, with the results. In a
-    pipeline, this would count the received microbatch twice: it is dead long before the next one
-    arrives, and a compiler reuses its memory in between. So there, the body counts the carries.
+    pipeline, this would count the received microbatch twice: it is dead long before the next
+    microbatch arrives, and a compiler reuses its memory in between. So in a pipeline, the carries
+    are counted in the body.
     """
     ledger = step.ledger
     if not ledger.in_stage or ledger.timeline is None:

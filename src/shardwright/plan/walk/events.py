@@ -86,7 +86,10 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompilerChoice:
-    """A mesh axis for which dims compete without an annotation, or for which XLA may differ.
+    """A mesh axis for which a compiler may choose differently than the walk.
+
+    Either dims compete for the mesh axis without an annotation, or XLA may handle it in another
+    way.
 
     Attributes:
       mesh_axis: The mesh axis.
