@@ -147,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_settings(
     texts: Sequence[str], arguments: argparse.Namespace
 ) -> tuple[set[str], list[Setting], list[Checked]]:
-    """Return what the models on the command line need from the strategies there.
+    """Return what models on the command line need from the strategies beside them.
 
     Models need the axes that the strategies declare, and each strategy as a `Setting` on its mesh.
     A strategy whose mesh has an unknown size gets a note in place of a setting.

@@ -65,10 +65,10 @@ def check_model(
     own_axes: Collection[str],
     settings: Collection[Setting],
 ) -> list[Checked]:
-    """Return the findings about a model; for programs, entries for each mode.
+    """Return entries with the findings about a model.
 
-    The first entry is about the names of axes. Each other entry is about the arrays that do not
-    resolve under one setting.
+    If it returns programs, each mode has entries. The first entry is about the names of axes. Each
+    other entry is about the arrays that do not resolve under one setting.
 
     Args:
       text: `file.py:function`. Without `--params`, the function returns programs.

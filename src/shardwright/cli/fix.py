@@ -164,7 +164,8 @@ def fix_file(
 
     Args:
       text: The strategy, such as `fsdp_tp | mine.toml`.
-      try_with: Checks or plans with a strategy. It may raise the errors of a mesh.
+      try_with: Checks or plans with a strategy. It may raise an error, such as for a mesh that does
+        not fit.
       devices: Number of devices, to which a mesh may be fitted.
       dry: Whether the file is only read.
 

@@ -254,7 +254,8 @@ def strategy_label(text: str) -> str:
 def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> MeshSpec | None:
     """Return the mesh of a text, or else the strategy's own mesh on a number of devices.
 
-    Return None if there is no text, and no number of devices or no mesh in the strategy.
+    Return None if there is no text, and either the strategy has no mesh or no number of devices is
+    given.
 
     Raises:
       MeshSpecError: The mesh cannot be read, or does not fit the number of devices.

@@ -25,8 +25,8 @@ def read_function(text: str, *, example: str, fix: str) -> Callable[..., Any]:
       fix: What to do if the file has no such function.
 
     Raises:
-      StrategyError: The text has another form, the file cannot be read or raises, or it has no such
-        function.
+      StrategyError: The text has another form, the file cannot be read or raises an error, or it
+        has no such function.
     """
     # Split at the last colon, because a path on Windows has a colon after its drive.
     name, colon, function = text.rpartition(":")
@@ -43,7 +43,7 @@ def read_module(path: Path) -> ModuleType:
     """Import a file. The file can import files beside it.
 
     Raises:
-      StrategyError: There is no such file, or it raises.
+      StrategyError: There is no such file, or its code raises an error.
     """
     if not path.is_file():
         raise StrategyError(f"no file {str(path)!r}", fix="check the path")

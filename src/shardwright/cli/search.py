@@ -299,7 +299,7 @@ def _stoppable(show: ProgressLine) -> Iterator[Callable[[object], bool]]:
 
 @contextlib.contextmanager
 def _fewer_collections() -> Iterator[None]:
-    """Run Python's collector of cyclic garbage less often: it took a tenth of a search.
+    """Run Python's collector of cyclic garbage less often: it took a tenth of the time.
 
     Traces and plans are some million objects, which live as long as the search does.
     """
