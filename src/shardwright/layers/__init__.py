@@ -1,7 +1,7 @@
 """Layers: functions on arrays and axes, callable from any framework.
 
-A function belongs here if a model calls it on its activations or weights. Functions under the names
-of other libraries are in `interop`; attention is in `attention`.
+A function belongs here if a model calls it on its activations or weights. Functions that imitate
+the API of another library are in `interop`; attention is in `attention`.
 
 Each module is a namespace: `from shardwright.layers import mlp_block, norm`. A block is a module
 with a frozen config, `specs(config)` and `apply(config, params, x, *, keys, state, path)`.

@@ -40,11 +40,11 @@ class Weighted:
     """A sum of losses and the sum of their weights. The loss is `total / weight`.
 
     Microbatches and devices may have different weights, such as numbers of tokens. So totals and
-    weights are added, never means.
+    weights are summed, and divided once at the end. Means are not averaged.
 
     Attributes:
       total: Sum of the losses, a scalar.
-      weight: Sum of their weights, a scalar. It is not differentiated.
+      weight: Sum of the weights of these losses, a scalar. It is not differentiated.
     """
 
     total: Any
@@ -64,7 +64,7 @@ class Accumulated:
         stored, in their dtype.
       sent: The gradient of the totals with respect to `channel`, with a leading dim of the
         microbatches; None without a channel.
-      seen: What the loss returned beside its value, with a leading dim of the microbatches.
+      seen: The second result of the loss function, with a leading dim of the microbatches.
     """
 
     value: Any
@@ -96,30 +96,32 @@ def accumulate(
       sums. All weights are gathered before the first microbatch.
 
     Mesh axes that BATCH is not sharded over, such as tp and sp, work as without accumulation: over
-    sp, each microbatch sums its gradients. This sum too comes once, after the last microbatch, if
-    all mesh axes are Explicit, and weights are gathered once or not stored in shards. The types of
-    the weights are then `reduced`, which JAX accepts in matmuls and in layers. The loss then sees
-    whole microbatches, with one key for each. Microbatch i has the i-th part of the examples of
-    each device.
+    sp, the gradients of each microbatch are summed over the devices. If all mesh axes are Explicit,
+    and weights are gathered once or not stored in shards, the sum over sp is also deferred: it
+    comes once, after the last microbatch. The weights are then `reduced` in their JAX types; JAX
+    accepts such weights in matmuls and in layers. The loss then sees whole microbatches, with one
+    key for each. Microbatch i has the i-th part of the examples of each device.
 
     Args:
       loss: Function of (params, batch, channel) that returns (`Weighted(total, weight)`, seen) of
         these examples, such as `(cross_entropy(...).weighted, None)`. It runs inside a `shard_map`
         over the mesh axes of BATCH. With a key, it is called with `key=` too. It may not close over
-        a key: all microbatches would have the same key.
+        a key, because all microbatches would then use the same key.
       n: Number of microbatches. It divides the number of examples of a device.
       specs: The `ArraySpec`s of the parameters.
-      mean_over: "examples" if the loss returns (mean, seen), where the mean is a scalar that counts
-        every example the same. Defaults to none: the loss returns a `Weighted`.
-      gather: When FSDP gathers weights: "each" time that the loss gathers them, or "once".
-      trainable: Function of the path of a parameter, such as `lambda path: "lora" in path`. The
-        others are not differentiated, and their gradients are None. Defaults to all.
+      mean_over: "examples" if the loss returns (mean, seen), where the mean is a scalar in which
+        every example has the same weight. By default, the loss returns a `Weighted`.
+      gather: When weights that FSDP shards are gathered: "each" time that the loss gathers them, or
+        "once", before the first microbatch.
+      trainable: Function that tells from the path of a parameter whether to train it, such as
+        `lambda path: "lora" in path`. The other parameters are not differentiated, and their
+        gradients are None. By default, all are trained.
 
     Returns:
       Function of `params`, as stored; `batch`, a tree of arrays whose dim 0 is BATCH; `channel`, of
-      `fp8.new_channel(scaling, uses=n)`, or None; and `key`, a JAX key, from which each
-      microbatch of each device gets its own. The leaves of `sent` and `seen` are largest values,
-      over all devices. They are never added: pass them to `fp8.update`.
+      `fp8.new_channel(scaling, uses=n)`, or None; and `key`, a JAX key, from which each microbatch
+      of each device gets its own. The leaves of `sent` and `seen` are maxima over all devices. They
+      are never summed. Pass them to `fp8.update`.
 
     Raises:
       IndivisibleError: n does not divide the examples of a device.
@@ -250,7 +252,7 @@ class _AccumulationStep:
         )
 
     def _deferrable(self, manager: PartitionManager, params: Any) -> frozenset[str]:
-        """Return the mesh axes of the tokens, if LENGTH is sharded and its sums can be deferred."""
+        """Return the mesh axes of the tokens, if LENGTH is sharded and sums over it may wait."""
         # Refuse Manual axes: in a `shard_map`, JAX cannot transpose a scan over reduced weights.
         mesh = _jax.ambient_mesh() or manager.mesh
         if set(mesh.axis_types) != {AxisType.Explicit}:
@@ -287,7 +289,7 @@ class _AccumulationStep:
         raise refusals[0]
 
     def _refused(self, *given: Any) -> str | None:
-        """Return the path of a weight that JAX refuses if its type is reduced, or None."""
+        """Return the path of a weight that JAX refuses when its type is `reduced`, or None."""
         paths = [path for path, trained in zip(self.paths, self.trained, strict=True) if trained]
         for path in ("", *paths):  # first, with no weight reduced
             step = dataclasses.replace(self, only=path)
@@ -408,7 +410,7 @@ class _AccumulationStep:
         return jax.shard_map(local, in_specs=spec, out_specs=out)(leaf)
 
     def _scatter(self, params: Any, sums: list[Any]) -> list[Any]:
-        """Return the sums as the weights are stored, if the weights were gathered."""
+        """Return the sums, sharded as the weights are stored, if the weights were gathered."""
         if not self.once or self.manager is None:
             return sums
         manager, trained = self.manager, self._pick(params)
@@ -497,7 +499,7 @@ def _shape_text(value: Any) -> str:
 
 
 def _zeros(weight: Any) -> Any:
-    """Return zeros to add gradients to. In bfloat16, those of later microbatches would be lost."""
+    """Return zeros to add gradients to. A bfloat16 sum would lose the later microbatches."""
     # The accumulator has the varying mesh axes of the weight, since a scan's carry cannot change
     # its type.
     zeros = jnp.zeros_like(weight, dtype=jnp.promote_types(weight.dtype, jnp.float32))
@@ -508,7 +510,7 @@ def _zeros(weight: Any) -> Any:
 
 
 def _reduce(total: Any, stored: Any) -> Any:
-    """Add an unreduced sum over devices, to the shards of a stored weight."""
+    """Reduce an unreduced sum over devices, into the shards of a stored weight."""
     spec, owed = jax.typeof(stored).sharding.spec, jax.typeof(total).sharding.spec.unreduced
     rest = frozenset(_missing(tuple(owed), spec))
     # A single reshard would make XLA add whole sums over all mesh axes, and then cut them. So
@@ -517,7 +519,10 @@ def _reduce(total: Any, stored: Any) -> Any:
 
 
 def _by_examples(batch: Any, axes: tuple[str, ...], manager: PartitionManager) -> Any:
-    """Shard the examples of a batch over Explicit mesh axes. The other dims stay as they are."""
+    """Shard dim 0 of a batch over Explicit mesh axes.
+
+    The sharding of other dims does not change.
+    """
     rest, rows = PartitionSpec.UNCONSTRAINED, spec_of(axes).partitions
     specs = jax.tree.map(lambda leaf: PartitionSpec(*rows, *[rest] * (np.ndim(leaf) - 1)), batch)
     return place_for_shard_map([batch], [specs], mesh=manager.mesh)[0]
@@ -587,7 +592,7 @@ def _check_loss(loss: Callable[..., Any], *, with_key: bool) -> None:
 
 
 def _part(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """Return a spec with only some of its mesh axes."""
+    """Return a spec without the mesh axes that are not in `axes`."""
     entries = [entry_names(entry) for entry in spec.partitions]
     return canonical_spec([entry_of(tuple(a for a in entry if a in axes)) for entry in entries])
 
@@ -599,6 +604,6 @@ def _missing(axes: tuple[str, ...], spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def _over_devices(leaf: Any) -> Any:
-    """Return the maximum over the devices that have different values."""
+    """Return the maximum over the mesh axes that a value varies over."""
     axes = tuple(sorted(_jax.varying_axes(leaf)))
     return jax.lax.pmax(leaf, axes) if axes else leaf

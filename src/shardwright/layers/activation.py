@@ -19,7 +19,7 @@ _CONSTANT: Final = number(fix="write {name}=1.0")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Clamp:
-    """Constants of the clamped activations; the defaults are those of gpt-oss.
+    """Constants of the clamped activations. The defaults are the values of gpt-oss.
 
     Attributes:
       limit: Largest size of a clamped value.
@@ -70,7 +70,7 @@ def activation(name: str, x: Any, *, clamp: Clamp = CLAMP) -> Any:
     """Apply an activation function to `x`, in the dtype of `x`.
 
     Args:
-      name: A key of `ACTIVATIONS`; upper and lower case are the same.
+      name: A key of `ACTIVATIONS`, in upper or lower case.
       x: Array of any shape.
       clamp: Constants of the clamped activations. Defaults to `Clamp()`.
 
@@ -81,7 +81,7 @@ def activation(name: str, x: Any, *, clamp: Clamp = CLAMP) -> Any:
 
 
 def gated(names: Sequence[str], x: Any, *, axis: int = -2, clamp: Clamp = CLAMP) -> Any:
-    """Apply one activation to each slice of `x` along `axis`, and return their product.
+    """Apply one activation to each slice of `x` along `axis`, and multiply the results.
 
     `gated(("silu", "linear"), x)` is SwiGLU, `("gelu", "linear")` GEGLU (Shazeer,
     arXiv:2002.05202). One name is a plain activation.

@@ -91,9 +91,11 @@ class AttentionConfig:
       scale: Factor of the logits. Defaults to `1 / sqrt(head_dim)`.
       rope_theta: Base of the rotary frequencies, or the frequencies of `layers.rope_frequencies`.
         None for no rotary positions.
-      sinks: Whether each head has a learned logit that takes weight and adds no value.
+      sinks: Whether each head has a sink: a learned logit that takes part in the softmax but has no
+        value.
       norm: The norm before the block. None for none.
-      qk_norm: The norm of each head of queries and keys, before the rotation. None for none.
+      qk_norm: The norm of each head of queries and keys, applied before the rotary embedding. None
+        for none.
       bias: Whether the projections have biases.
       dropout: Probability of dropping an attention weight, if `keys` has a dropout key.
       init: Initializer of the kernels. Defaults to that of `dense.specs`.
@@ -170,9 +172,9 @@ class AttentionState:
 
     Attributes:
       cache: A KV cache, or None.
-      scaling: `fp8.uses(scaling, channel)` as an argument. In a result, the amaxes of its inputs
-        and kernels; with a cache, the argument again, so that the result is the state of the next
-        call.
+      scaling: `fp8.uses(scaling, channel)` as an argument. In a result, the amaxes of the block's
+        inputs and kernels. With a cache, a result has the argument again, so that it is the state
+        of the next call.
     """
 
     cache: Any = None
@@ -256,20 +258,21 @@ def apply(
 
     Without a cache the tokens of `x` attend to each other. With a cache they are appended at the
     next positions of their slot, and attend to all tokens of the slot. So prefill, chunked prefill
-    and decode are the same call. The mode is the cache's. Without a cache it is the ambient
-    manager's. In a compiled program, tokens that do not fit the cache add nothing to the residual,
-    and the cache keeps its length.
+    and decode are the same call. With a cache, its mode is used; without a cache, the mode of the
+    ambient manager. In a compiled program, tokens that do not fit the cache add nothing to the
+    residual, and the cache keeps its length.
 
     With `encoded`, this is cross-attention: keys and values are projected from `encoded`, which is
     not normalized, and every token of `x` sees all rows of `encoded`.
 
     Args:
-      config: Sizes and options. For cross-attention, without causality, window and rotation.
+      config: Sizes and options. For cross-attention, a config without causality, window and rotary
+        positions.
       params: The tree that `specs` describes, as stored.
       x: `[batch, length, embed]`.
       keys: `{"dropout": key}`. By default nothing is dropped. Not allowed with a cache.
       state: A cache, such as that of `init_cache`. Under `jit`, donate it. With delayed scaling, an
-        `AttentionState`; the result is of the same kind.
+        `AttentionState`; then the returned state is one too.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       positions: `[batch, length]`, for rotary positions and masks. Defaults to 0, 1, 2 and so on.
         Not allowed with a cache, which has its own positions.
@@ -279,13 +282,13 @@ def apply(
       bias: As in `dot_product_attention`. Not allowed with a cache.
       encoded: `[batch, encoded length, embed]`, such as the output of an encoder. Not allowed with
         a cache or positions.
-      encoded_segment_ids: `[batch, encoded length]`. A token of `x` sees the rows with its id. The
-        tokens have id 1 without `segment_ids`, so 0 marks padding.
+      encoded_segment_ids: `[batch, encoded length]`. A token of `x` attends to the rows that have
+        the id of the token. Without `segment_ids` all tokens have id 1, so 0 marks padding.
 
     Raises:
       RankMismatchError: `x` or `encoded` is not `[batch, length, embed]`.
       LayerError: Arguments do not go together, or the config is not one of cross-attention. Or the
-        parameters are not those of the config, or a name in `keys` is unknown.
+        parameters do not match the config, or a name in `keys` is unknown.
       AttentionError: The arguments do not fit each other.
       CacheError: The tokens do not fit the cache, and the call is not traced.
       ShardingError: The rules of the ambient manager do not fit the arrays.
@@ -471,7 +474,7 @@ def theta_rule(name: str, theta: Any, head_dim: int) -> tuple[object, str, str, 
 
 
 def check_cross(config: AttentionConfig, path: str) -> None:
-    """Check that a config can be used for cross-attention.
+    """Check that a config fits cross-attention.
 
     Raises:
       LayerError: It compares positions of different sequences, or has delayed scaling.

@@ -18,9 +18,10 @@ from shardwright.vocabulary.keys import as_key
 def closed_over_keys(function: Callable[..., Any]) -> list[str]:
     """Return the names of the PRNG keys that a function closes over.
 
-    They are found in its closure, in the globals that it reads, and in the arguments of
-    `functools.partial`; likewise in functions of the same module that it names. Keys inside of
-    trees and objects are not found: a loss may close over a whole state, which has a key.
+    The search covers the closure of the function, the globals that it reads, and the arguments of
+    `functools.partial`. It also covers the functions of the same module that this function names.
+    Keys inside trees and objects are not reported, because a loss may close over a whole training
+    state, which has a key.
     """
     found: list[str] = []
     pending: list[Any] = [function]
@@ -54,7 +55,8 @@ def closed_over_keys(function: Callable[..., Any]) -> list[str]:
 def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of a function's closure, and of the globals that it reads.
 
-    `inspect.getclosurevars` would also report globals that have the name of an attribute.
+    `inspect.getclosurevars` is not used, because it also reports globals that only share their name
+    with an attribute.
     """
     code, cells = function.__code__, function.__closure__ or ()
     for name, cell in zip(code.co_freevars, cells, strict=True):

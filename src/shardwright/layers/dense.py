@@ -74,8 +74,9 @@ def dense(
     """Return `x @ kernel + bias`, sharded as `out` resolves.
 
     The last `contract` dims of `x` are contracted with the first ones of the kernel. Without an
-    ambient manager nothing is sharded. Inside a `shard_map` shards are multiplied: if it has split
-    a contracted dim, add `jax.lax.psum`, and the bias after it.
+    ambient manager nothing is sharded. Inside a `shard_map`, the operands are shards. If the
+    `shard_map` has split a contracted dim, the caller must apply `jax.lax.psum` to the result, and
+    add the bias only after that.
 
     Args:
       x: `[..., *inputs]`.
@@ -113,7 +114,9 @@ def dense(
 
 
 def add_bias(y: Any, bias: Any) -> Any:
-    """Return `y + bias` in the dtype of `y`. The bias is sharded like `y`, for Explicit axes.
+    """Return `y + bias` in the dtype of `y`.
+
+    Over Explicit axes, the bias is first sharded like `y`.
 
     Args:
       y: `[..., *outputs]`.
@@ -132,7 +135,7 @@ def add_bias(y: Any, bias: Any) -> Any:
 
 
 def _matmul(x: Any, kernel: Any, contract: int) -> Any:
-    """Multiply without an annotation of the result, which JAX requires over Explicit mesh axes."""
+    """Multiply without an annotation. Over Explicit mesh axes, JAX needs the spec of the result."""
     rank = x.ndim
     dims = (tuple(range(rank - contract, rank)), tuple(range(contract)))
     left, right = jax.typeof(x).sharding, jax.typeof(kernel).sharding
@@ -154,12 +157,12 @@ def entries_of_matmul(
 ) -> tuple[list[Any], list[Any]]:
     """Return the specs of the gathered kernel and of the result, if they have no annotation.
 
-    A dim of the result stays sharded as that of its operand. The kernel is gathered over the mesh
-    axes that shard other dims of `x`.
+    Each dim of the result stays sharded as the same dim of the operand that it comes from. The
+    kernel is gathered over the mesh axes that shard other dims of `x`.
 
     Args:
       x: Entries of the spec of `x`, one per dim.
-      kernel: The same of the kernel as it is stored.
+      kernel: Entries of the spec of the stored kernel, one per dim.
       contract: Number of dims that are contracted.
     """
     rows = len(x) - contract

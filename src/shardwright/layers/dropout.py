@@ -1,4 +1,4 @@
-"""Dropout with a mask that is the same on every mesh."""
+"""Dropout whose mask does not depend on the mesh."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def dropout(x: Any, key: Any, rate: float, *, shared: Sequence[int] = ()) -> Any
       x: Floats.
       key: A JAX key. None drops nothing.
       rate: From 0 (nothing is dropped) up to, but not including, 1.
-      shared: Dims along which the mask is the same.
+      shared: Dims along which all elements share one mask value.
 
     Raises:
       LayerError: The rate is outside of [0, 1), or a shared dim does not exist. Or, inside a
@@ -48,7 +48,7 @@ def dropout(x: Any, key: Any, rate: float, *, shared: Sequence[int] = ()) -> Any
 
 
 def _check_shards(x: Any, key: Any) -> None:
-    """Refuse a key that is the same on all shards of x, if `shard_map` tracks this."""
+    """Refuse a key that is equal on all shards of x, if `shard_map` tracks which values vary."""
     if not _jax.tracks_varying():
         return
     if same := tuple(sorted(_jax.varying_axes(x) - _jax.varying_axes(key))):

@@ -13,7 +13,7 @@ _FLOATS: Final = floating(fix='write a dtype such as "bfloat16"')
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dtypes:
-    """The dtypes of a block. Norms, softmax, logsumexp and sums of losses are float32 in any case.
+    """The dtypes of a block. Norms, softmax, logsumexp and sums of losses are always float32.
 
     Attributes:
       param: Dtype of stored parameters.

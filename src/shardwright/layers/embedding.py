@@ -40,11 +40,11 @@ def specs(vocab: int, embed: int, *, init: Any = None, dtypes: Dtypes = FLOAT32)
 def apply(
     table: Any, tokens: Any, *, dtypes: Dtypes = FLOAT32, path: str | None = None
 ) -> jax.Array:
-    """Return the residual of tokens, sharded as (BATCH, LENGTH, EMBED).
+    """Return the embeddings of tokens, sharded as (BATCH, LENGTH, EMBED).
 
-    Each shard of the vocabulary looks up its own tokens, and the results are summed. There is no
-    matmul with one-hot rows, which would cost as much as the output projection. A token outside of
-    `[0, vocab)`, such as padding of -1, gets zeros and has no gradient.
+    Each shard of the vocabulary looks up its own tokens, and the results are summed. A matmul with
+    one-hot rows is not used, because it would cost as much as the output projection. A token
+    outside of `[0, vocab)`, such as padding of -1, gets zeros and has no gradient.
 
     Args:
       table: `[vocab, embed]`, as stored. A tied output projection uses the same leaf.

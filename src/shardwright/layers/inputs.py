@@ -69,7 +69,7 @@ def check_names(names: tuple[str, ...], params: Any, *, create: str) -> None:
 def _problems(
     specs: Any, params: Any, parents: tuple[str, ...], path: str | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield each problem of a tree, and its fix if the fix is not to create the tree again."""
+    """Yield each problem of a tree, and its fix; "" if the fix is to create the tree again."""
     if not isinstance(params, Mapping):
         where = f"parameter {'/'.join(parents)} is" if parents else "the parameters are"
         yield (
@@ -99,7 +99,7 @@ def _problems(
 
 
 def _has_shape(value: Any, spec: Any, path: str | None) -> bool:
-    """Tell whether a parameter has the shape of its spec, or is a shard of that."""
+    """Tell whether a parameter has the shape of its spec, or the shape of a shard of it."""
     if getattr(value, "shape", None) == spec.shape:
         return True
     manager = context.current()

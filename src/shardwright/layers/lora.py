@@ -25,7 +25,7 @@ class LoraConfig:
 
     Attributes:
       rank: Size of the dim between A and B.
-      alpha: The result is multiplied by `alpha / rank`. None for a factor of 1.
+      alpha: The result is multiplied by `alpha / rank`. If None, the result is not multiplied.
 
     Raises:
       LayerError: The rank is not a positive integer, or alpha is not positive.

@@ -58,7 +58,7 @@ class Loss:
 
     @property
     def weighted(self) -> Weighted:
-        """The sum of which `mean` is the average, with the number of tokens as its weight."""
+        """`mean` as a sum over tokens, with the number of tokens as its weight."""
         return Weighted(self.mean * self.tokens, self.tokens)
 
 
@@ -130,24 +130,26 @@ def cross_entropy(
 ) -> Loss:
     """Return the cross-entropy of labels, averaged over all tokens of all shards.
 
-    Each shard of the vocabulary has its part of the logits. Per token, only a maximum, a sum and
-    the logit of the label are sent. With `chunks`, only one part of the tokens has logits in memory
-    at a time. The backward pass computes these logits again, also part by part. Inside a
-    `shard_map`, the means are those of the tokens of a device: sum `Loss.weighted` over devices.
+    Each shard of the vocabulary has its part of the logits. Per token, the devices exchange only a
+    maximum, a sum and the logit of the label. With `chunks`, the tokens are divided into parts, and
+    only the logits of one part at a time are in memory. The backward pass computes these logits
+    again, also part by part. Inside a `shard_map`, the means are over the tokens of one device. For
+    means over all tokens, sum `Loss.weighted` over devices.
 
     Args:
       x: `[batch, length, embed]`, after the last norm. Rows with NaN make gradients NaN, even where
         their labels are ignored.
       head: As stored: `[embed, vocab]`, or the embedding table `[vocab, embed]`.
-      labels: `[batch, length]` integers below vocab. Inside of `jit`, where labels have no values
-        yet, a larger label is not refused: it counts as a token whose logit is 0.
+      labels: `[batch, length]` integers below vocab. Inside `jit`, labels have no values yet, so a
+        larger label is not refused: its token counts as one whose logit is 0.
       tied: Whether `head` is the embedding table.
-      chunks: Number of parts. It must divide the length, or if the length is sharded, the length of
-        a shard. If devices hold different sequences, each part sums the gradient of `head` over the
-        devices, so n parts send n times the bytes.
+      chunks: Number of parts. It must divide the length. If the length is sharded, it must divide
+        the length of a shard. If devices hold different sequences, each part sums the gradient of
+        `head` over the devices, so n parts send n times the bytes.
       z_loss: Factor of the mean squared logsumexp (PaLM, arXiv:2204.02311, section 5).
       softcap: As in `logits`.
-      vocab: As in `logits`. The rows of padding take no part in the loss, and get no gradient.
+      vocab: As in `logits`. The rows of `head` that are padding do not enter the loss, and get no
+        gradient.
       ignore: Tokens with this label, or with any negative label, are ignored.
       dtypes: `compute` is the dtype of the operands. All sums are float32.
       path: As in `logits`.
@@ -203,7 +205,7 @@ def _read_operands(x: Any, head: Any, tied: bool) -> tuple[jax.Array, jax.Array]
 
 
 def _use_head(x: Any, head: Any, tied: bool, path: str | None) -> Any:
-    """Gather the head. Inside a `shard_map`, it has the size EMBED only after the gather.
+    """Gather the head. Inside a `shard_map`, its EMBED dim may be whole only after the gather.
 
     Raises:
       LayerError: A `shard_map` has split EMBED.
@@ -245,8 +247,8 @@ def _matmul(x: Any, weight: Any, tied: bool) -> jax.Array:
 def _matmul_jvp(tied: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """Round the cotangent of the logits to the dtype of the operands, when this rule is transposed.
 
-    JAX's own rule multiplies a float32 cotangent with both operands. On a GPU these are matmuls of
-    float32, at half the speed and less, and the cotangent takes twice the memory.
+    JAX's own rule multiplies a float32 cotangent with both operands. On a GPU, such float32 matmuls
+    run at half the speed or less, and a float32 cotangent takes twice the memory.
     """
     (x, weight), (dx, dweight) = primals, tangents
     # Leave out the term of a frozen head, which has no tangent.
@@ -287,8 +289,8 @@ def _sums(values: Any, labels: Any, ignore: int) -> tuple[jax.Array, jax.Array, 
 def _by_chunks(sums: Any, x: Any, labels: Any, weight: Any, chunks: int) -> Any:
     """Add the sums of one chunk after the other.
 
-    Chunk i has the tokens at the positions that are i modulo `chunks`. So a sharded length stays
-    sharded within a chunk, and nothing is sent.
+    Chunk i has the tokens whose position modulo `chunks` is i. So each shard of the length has a
+    part of every chunk, and no tokens are sent.
     """
     batch, length, embed = x.shape
     x = x.reshape(batch, length // chunks, chunks, embed)
@@ -325,7 +327,10 @@ def _check_padding(weight: Any, tied: bool, vocab: Any) -> None:
 
 
 def _check_labels_in(labels: Any, vocab: int, ignore: int) -> None:
-    """Check labels against the vocabulary if they have values. This adds nothing to the program."""
+    """Check labels against the vocabulary if they have values.
+
+    The check adds no operations to the program.
+    """
     read_integer("ignore", ignore, error=LayerError, least=-(2**31), fix="pass ignore=-100")
     values = as_concrete(labels)
     if values is None or not values.size:

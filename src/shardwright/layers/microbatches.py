@@ -24,9 +24,9 @@ from shardwright.vocabulary.axes import BATCH
 class Microbatches:
     """How the rows of a batch are divided into microbatches.
 
-    A batch of B rows is sharded over mesh axes before pp, over pp, and over mesh axes after pp.
-    With a shards over the axes before, c shards over the axes after, S stages and m = S q
-    microbatches, row numbers are
+    A batch of B rows is sharded over mesh axes before pp, over pp, and over mesh axes after pp. Let
+    `a` be the number of shards over the axes before pp, `c` that over the axes after pp, S the
+    number of stages, and m = S q the number of microbatches. The row numbers are then
 
         [B] = [a, S, c, q, k],  and microbatch s q + j has the rows [:, s, :, j, :]
 
@@ -36,7 +36,7 @@ class Microbatches:
 
     Attributes:
       manager: The manager.
-      batch: B, the number of rows.
+      batch: B in the text above: the number of rows of the batch.
       count: m, the number of microbatches.
       stages: S, the size of pp.
       before: Mesh axes of BATCH before pp; all of them if BATCH is not sharded over pp.
@@ -53,7 +53,7 @@ class Microbatches:
     in_rows: tuple[str, ...]
 
     def split(self, x: Any) -> Any:
-        """Return [S, q, rows of a microbatch, ...] of an array [B, ...].
+        """Reshape an array [B, ...] to [S, q, rows of a microbatch, ...].
 
         An array that is the same for all rows, `[1, ...]` or a scalar, is repeated for each
         microbatch.
@@ -87,7 +87,7 @@ class Microbatches:
     def _reshape(
         self, x: Any, sizes: Sequence[int], entries: Sequence[tuple[str, ...]], replaced: int
     ) -> Any:
-        """Replace the first dims; the others stay as they are sharded."""
+        """Reshape the first dims. The sharding of the other dims does not change."""
         shape = (*sizes, *x.shape[replaced:])
         if shape[len(sizes) - 1] == -1:
             last = math.prod(x.shape[:replaced]) // math.prod(sizes[:-1])
@@ -111,7 +111,7 @@ class Microbatches:
 
 
 def microbatches_of(manager: PartitionManager, batch: int) -> Microbatches:
-    """Return how a batch is cut by `[pipeline]`.
+    """Return how `[pipeline]` cuts a batch into microbatches.
 
     Args:
       manager: A manager whose rules have a pipeline that runs.

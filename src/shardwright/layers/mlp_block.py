@@ -40,7 +40,8 @@ class MlpConfig:
     Attributes:
       embed: Size of the residual.
       hidden: Size of the hidden layer, between the two matmuls.
-      activations: One name per up projection; their results are multiplied. See `activation`.
+      activations: One name per up projection. The results of the activations are multiplied. See
+        `activation`.
       clamp: Constants of the clamped activations.
       norm: The norm before the block. None for none.
       bias: Whether the matmuls have biases.
@@ -126,8 +127,8 @@ def apply(
       params: The tree that `specs` describes, as stored.
       x: `[batch, length, embed]`.
       keys: `{"dropout": key}`. By default nothing is dropped.
-      state: With delayed scaling, `fp8.uses(scaling, channel)`, and the result has what was
-        seen. Otherwise returned as it is.
+      state: With delayed scaling, `fp8.uses(scaling, channel)`; the returned state then has the
+        largest values that were seen. Otherwise the state is returned unchanged.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
 
     Raises:

@@ -1,4 +1,4 @@
-"""An MoE layer in place of the MLP of a transformer layer: a norm, then `moe`."""
+"""An MoE block, used in place of the MLP of a transformer layer: a norm, then `moe`."""
 
 from __future__ import annotations
 
@@ -68,11 +68,12 @@ def apply(
       config: The norm and the MoE layer.
       params: The tree that `specs` describes, as stored.
       x: `[batch, length, embed]`.
-      keys: As other blocks take it. Not used: the block has no randomness.
+      keys: Not used, because the block has no randomness. It is an argument because every block has
+        it.
       state: State with the router's bias. None: no bias.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
-      valid: `[batch, length]` bool, False for padding. Such a row goes to no expert, does not count
-        in statistics, and its y is 0. None: all are tokens.
+      valid: `[batch, length]` bool, False for padding. A False row goes to no expert and does not
+        count in statistics. Its y is 0. None: all are tokens.
 
     Returns:
       (y, state). The state has the same bias and this call's statistics; see `moe.apply`.

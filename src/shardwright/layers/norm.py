@@ -26,7 +26,7 @@ class NormConfig:
 
     Attributes:
       kind: "layer" (subtracts the mean, has a bias) or "rms".
-      epsilon: Added to the variance, inside the root, for both kinds.
+      epsilon: Added under the root: to the variance in "layer", to the mean square in "rms".
       zero_centered: The stored scale is centered on 0, and 1 is added in float32.
 
     Raises:
@@ -97,7 +97,7 @@ def layer_norm(
       x: `[..., size]`.
       scale: `[size]`.
       bias: `[size]`. Defaults to none.
-      epsilon: Added to the variance.
+      epsilon: Added to the variance, inside the root.
       zero_centered: Multiply by `1 + scale`.
       dtype: Dtype of the result. Defaults to that of `x`.
 

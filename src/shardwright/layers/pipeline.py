@@ -41,25 +41,27 @@ def pipeline(
     """Run a stack of equal layers; return (x, outputs), as `jax.lax.scan` does.
 
     Without a manager, or if its strategy has no `[pipeline]`, this is `jax.lax.scan` over the
-    layers. With `[pipeline]`, the batch is cut into m microbatches. The result equals this scan,
-    run once for each microbatch, for any size of pp. So dropout masks, the capacity of experts and
-    fp8 scales, which depend on several rows, are those of a microbatch. Over pp, only the results
-    of layers (once per tick) and the microbatches are sent.
+    layers. With `[pipeline]`, the batch is cut into m microbatches. For any size of pp, the result
+    is that of the scan, run once for each microbatch. So what depends on several rows depends on
+    one microbatch only: dropout masks, the capacity of experts, and fp8 scales. Over pp, the
+    devices send only the microbatches and, once per tick, the results of layers.
 
-    The backward pass computes each stage again: it keeps the input of a stage in each tick.
+    Only the input of each stage in each tick is kept for the backward pass, which computes the
+    stage again.
 
     Args:
       layer: Function of (params, x, inputs) that returns (x, output), where inputs is a
         `LayerInputs`. Inside of a stage it runs under the rules of the strategy without pp.
       params: Tree of arrays of all layers, as stored.
-      x: What layers change, such as the residual: a tree of arrays `[batch, ...]`.
+      x: The input of the first layer, such as the residual: a tree of arrays `[batch, ...]`. Each
+        layer returns a new one.
       specs: Their `ArraySpec`s, of `stack_specs(..., repeats=)`.
       keys: JAX keys, or None.
       rows: Tree of arrays `[batch, ...]` that layers read, such as positions and segment ids; or
-        `[1, ...]`, if all rows have the same. Each stage holds all of them.
+        `[1, ...]`, if all rows have the same. Each stage holds the whole arrays.
       streamed: Tree of larger arrays `[batch, ...]` that layers read, such as the output of an
-        encoder. They are sent from stage to stage together with x.
-      per_layer: Tree of arrays `[layers, ...]` of which a layer reads its own part.
+        encoder. These arrays are sent from stage to stage together with x.
+      per_layer: Tree of arrays `[layers, ...]`. Layer i reads entry i of each.
       path: Path of `params` in the model, required for `gather = "once"` and `by_row` under a
         strategy with `[[tensors]]` entries.
       by_row: Whether a layer computes each row of x from the same row of its inputs, without random
@@ -72,8 +74,8 @@ def pipeline(
 
     Raises:
       IndivisibleError: The layers do not divide over pp, or the rows over the microbatches.
-      RankMismatchError: In a pipeline, an array does not have a first dim of the batch's rows, or
-        one in `per_layer` of the layers.
+      RankMismatchError: In a pipeline, the first dim of an array does not count the rows of the
+        batch, or, in `per_layer`, the layers.
       LayerError: The leading dims of parameters do not count the layers, a `shard_map` surrounds
         the call of a pipeline, or the schedule is "1f1b", which `pipeline_loss` runs.
     """
@@ -188,7 +190,7 @@ def _lead(params: Any, specs: Any, repeats: int) -> tuple[int, ...]:
     """Return the leading dims that count layers.
 
     Raises:
-      LayerError: They differ from array to array, or from those of the specs.
+      LayerError: The leading dims differ between arrays, or are not those of the specs.
     """
     depth = 1 if repeats == 1 else 2
     structure: Any
@@ -220,7 +222,7 @@ def check_sizes(trees: dict[str, Any], size: int, what: str, *, may_be_one: bool
     """Check that the first dim of each array counts rows, or layers.
 
     Raises:
-      RankMismatchError: It does not, and it is not 1 or missing, or `may_be_one` is False.
+      RankMismatchError: The first dim has another size. With `may_be_one`, it may be 1 or missing.
     """
     allowed = ((size,), (1,), ()) if may_be_one else ((size,),)
     raise_problems(
@@ -248,7 +250,7 @@ def one_scan(
 
 
 def _gathered(manager: PartitionManager, params: Any) -> Any:
-    """Gather the layers over pp. A scan over a dim that is sharded would gather it in each trip."""
+    """Gather the layers over pp, because a scan over a sharded dim would gather in each trip."""
 
     def gather(leaf: Any) -> Any:
         spec = PartitionSpec(None, *[UNCONSTRAINED] * (leaf.ndim - 1))

@@ -66,9 +66,9 @@ def pipeline_loss(
       layer: As in `pipeline`.
       params: As in `pipeline`.
       x: As in `pipeline`.
-      head: Function of (head_params, y, inputs) that returns a scalar, where y and inputs are the
-        result of the layers and `head_inputs` of one microbatch. Inside of a stage it runs under
-        the rules of the strategy without pp.
+      head: Function of (head_params, y, inputs) that returns a scalar. For one microbatch, y is the
+        result of the layers, and inputs is its part of `head_inputs`. Inside of a stage it runs
+        under the rules of the strategy without pp.
       head_params: Tree of arrays, as stored.
       head_inputs: Tree of arrays `[batch, ...]`, such as labels, or scalars, such as a divisor.
         Under "1f1b", each stage holds all of them.
@@ -179,7 +179,7 @@ def _all_layers_first(
 def _in_forward_rule(
     stages: Stages, head: Head, params: Any, inputs: LayerInputs, parts: Any, *of_head: Any
 ) -> tuple[Any, Any]:
-    """Compute the gradients together with the loss, if it is differentiated."""
+    """Compute the loss. If it is differentiated, compute the gradients in the same pass."""
     (x, streamed, rows), (head_params, head_parts) = parts, of_head
     floats, others, join = _split((params, inputs.per_layer, (x, streamed), head_params))
     constants = (others, rows, inputs.keys, head_parts)
@@ -212,7 +212,7 @@ def _one_f_one_b(
 ) -> tuple[Any, Any, list[Any]]:
     """Return the loss, the outputs, and the gradients of floats.
 
-    They are those of (params, inputs per layer, x and streamed, head_params).
+    The gradients are those of (params, inputs per layer, x and streamed, head_params).
     """
     given, entries = stages.operands(params, inputs, parts)
     of_head = stages.placed(of_head, ((), (None, None)))
@@ -234,14 +234,14 @@ def _one_f_one_b(
 class _OneFOneB:
     """The ticks of one stage under 1f1b. All arrays are local over pp.
 
-    Microbatches come to stage 0 as in `Stages`. In the freed places, gradients move from stage 0 to
-    the last stage and from there down, one stage in q = m / S ticks. The gradient of microbatch s q
-    + j starts in tick s q + j + 2 S - 2. So at the end it has moved S - s times, and is at stage s,
-    which held the microbatch.
+    Microbatches come to stage 0 as in `Stages`. The places that they leave hold gradients, which
+    move from stage 0 to the last stage and from there down, one stage in q = m / S ticks. The
+    gradient of microbatch s q + j starts in tick s q + j + 2 S - 2. So after the last tick, the
+    gradient has moved S - s times, and is at stage s, where its microbatch came from.
 
-    Every stage runs every collective in every tick. A select drops results that a stage does not
-    need, because a product with 0 would keep NaN. In a bubble, a stage runs a real microbatch,
-    because zeros may have no finite gradient.
+    Every stage runs every collective in every tick. Results that a stage does not need are dropped
+    by a select, because a product with 0 would keep NaN. In a bubble, a stage runs a real
+    microbatch, because zeros may have no finite gradient.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class _OneFOneB:
         return (x, given[1]), losses.sum(), outputs
 
     def _gradients_of_head(self, result: Any, number: Any) -> tuple[Any, list[Any], list[Any]]:
-        """Return the loss of the head, and its gradients by its parameters and by the result."""
+        """Return the loss of the head, and its gradients for the head's parameters and for `y`."""
         floats, others, join = _split(result)
 
         def loss(of_head: Any, floats: Any) -> Any:

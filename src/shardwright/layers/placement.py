@@ -1,4 +1,4 @@
-"""Shard activations and gather weights under the ambient manager; without one, do nothing.
+"""Shard activations and gather weights under the ambient manager; without a manager, do nothing.
 
 `sw.shard` and `sw.gather` raise an error without a manager. These functions do not, so that a layer
 also runs on one device.
@@ -44,8 +44,8 @@ def is_shard(
 ) -> bool:
     """Tell whether a surrounding `shard_map` has split an array.
 
-    Without a manager this is unknown, and each array inside of a `shard_map` may be a shard. The
-    arguments are those of `split_over`.
+    Without a manager this is unknown, so the answer is True for each array inside a `shard_map`.
+    The arguments are those of `split_over`.
     """
     if manager is None and context.current() is None:
         return is_inside_shard_map()
@@ -99,7 +99,8 @@ def split_problems(
 ) -> list[Problem]:
     """Return a problem for each dim of an array that a `shard_map` splits.
 
-    Layers do not communicate inside a `shard_map`, so their results would be those of a part.
+    Layers do not communicate inside a `shard_map`, so their results would be those of a shard
+    alone.
 
     Args:
       shape: Shape of the array.
@@ -125,7 +126,7 @@ def split_problems(
 
 
 def check_vocabulary(weight: Any, axes: Any, tokens: Any, *, name: str, path: str | None) -> None:
-    """Check that no `shard_map` splits the vocabulary of a weight, as far as it can be known.
+    """Check that no `shard_map` splits the vocabulary of a weight, as far as this can be known.
 
     Args:
       weight: The weight, as it is used.
@@ -173,7 +174,7 @@ def use(params: Any, specs: Any, *, path: str | None = None) -> Any:
 
 
 def element(x: Any, at: tuple[int, ...]) -> Any:
-    """Return what is at a place of the first dims, which may be sharded over Explicit mesh axes."""
+    """Return `x[at]`, also if the indexed dims are sharded over Explicit mesh axes."""
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return x[at]
@@ -182,7 +183,7 @@ def element(x: Any, at: tuple[int, ...]) -> Any:
 
 
 def path_of(parent: str | None, name: object) -> str | None:
-    """Return the path of a part of a model; None if the path of the whole is not given."""
+    """Return the path of a part of a model, given the path of the whole; None if that is None."""
     return None if parent is None else f"{parent}/{name}"
 
 
@@ -199,8 +200,9 @@ def check_residual(x: Any, embed: int) -> None:
 
     Raises:
       RankMismatchError: It is not `[batch, length, embed]`.
-      LayerError: It does not have floats, so what a block adds would be cut to integers. Or a
-        `shard_map` has split its length, and the input of matmuls needs the whole length.
+      LayerError: Its dtype is not a float, so the sums that a block adds would be cut to integers.
+        Or a `shard_map` has split LENGTH and QUERY_LENGTH over different mesh axes, and a block
+        cannot gather the residual inside it.
     """
     check_rows("x", x, embed)
     if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -114,7 +114,7 @@ def project(
     contract: int = 1,
     dtype: Any = None,
 ) -> DenseResult:
-    """Return the matmuls of one input with the kernels that `out` names.
+    """Multiply one input with each of the kernels that `out` names.
 
     Args:
       x: `[..., *inputs]`.
@@ -123,7 +123,7 @@ def project(
       axes: Annotation of `x`.
       recipe: The recipe of the block, or None.
       state: The `DenseUse` of delayed scaling, or None.
-      adaptation: The low-rank adaptation of every matmul, or None. It is not in fp8.
+      adaptation: The low-rank adaptation of every matmul, or None. Its own matmuls are not in fp8.
       contract: Number of dims that are contracted.
       dtype: Dtype of the operands and the results. Defaults to that of `x`.
 
@@ -158,10 +158,10 @@ def project(
 
 
 def parts_of(recipe: Recipe | None, state: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the state of each group of matmuls; Nones if a block without recipe has another state.
+    """Return the state of each group of matmuls; Nones without a recipe or a state of groups.
 
     Raises:
-      LayerError: The state has other groups.
+      LayerError: The groups of the state are not those of the block.
     """
     if recipe is None or not isinstance(state, Mapping):
         return dict.fromkeys(names)

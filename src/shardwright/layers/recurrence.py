@@ -33,7 +33,7 @@ class _LinearScan:
       dim: Position of the length.
       reverse: Whether the scan runs from the last element to the first.
       over: Mesh axes that split the length, major first.
-      spec: Spec of the arrays, without mesh axes that an enclosing `shard_map` has applied.
+      spec: Spec of the arrays, without mesh axes that an enclosing `shard_map` has already split.
       mesh: Mesh of the spec, or None if nothing is left to split.
     """
 
@@ -67,7 +67,7 @@ class _LinearScan:
         return jnp.where(is_first, h, h + product * entering), entering
 
     def _end(self, array: jax.Array) -> jax.Array:
-        """Return the element at which the scan ends, with a length of 1."""
+        """Return the last element in the direction of the scan, with a length of 1."""
         at = 0 if self.reverse else array.shape[self.dim] - 1
         return jax.lax.slice_in_dim(array, at, at + 1, axis=self.dim)
 
@@ -90,12 +90,14 @@ def _then(first: Any, second: Any) -> Any:
 def linear_scan(a: Any, x: Any, *axes: Any, reverse: bool = False) -> Any:
     """Return the states `h[t] = a[t] * h[t - 1] + x[t]` of a linear recurrence along the length.
 
-    The state before the first element is 0. For another one, add `a[0] * state` to `x[0]`. If the
-    length is sharded, each device scans its part, and one all-gather of the last state of each part
-    corrects the results. The backward pass sends as much. Without a manager, the arrays are whole.
+    The state before the first element is 0. For another first state, add `a[0] * state` to `x[0]`.
+    If the length is sharded, each device scans its part, and one all-gather of the last state of
+    each part corrects the results. The backward pass sends the same amount. Without a manager, the
+    arrays are whole.
 
     States of bfloat16 and float16 are computed in float32. Only reverse-mode derivatives exist. The
-    scan is associative, so products of `a` over the length must not overflow: states would be NaN.
+    scan multiplies elements of `a` with each other, so a product over the length must not overflow.
+    If it does, states are NaN.
 
     Args:
       a: Coefficients, [..., length, ...].
@@ -105,8 +107,8 @@ def linear_scan(a: Any, x: Any, *axes: Any, reverse: bool = False) -> Any:
 
     Raises:
       RankMismatchError: The shapes differ.
-      LayerError: No dim, or several, are a length; or the length is in a composite or merged dim.
-        Or the dtype of `x` cannot hold the states, or `a` has integers.
+      LayerError: No dim or several dims are a length, or the length is in a composite or merged
+        dim. Or the dtype of `x` cannot hold the states, or `a` has integers.
       ShardingError: The annotation does not resolve.
 
     >>> import shardwright as sw
@@ -133,7 +135,7 @@ def linear_scan(a: Any, x: Any, *axes: Any, reverse: bool = False) -> Any:
 
 
 def _check_dtypes(a: jax.Array, x: jax.Array) -> None:
-    """Refuse dtypes whose states or gradients would lose a fraction or an imaginary part."""
+    """Refuse dtypes in which states or gradients would lose a fraction or an imaginary part."""
     for name, array in (("a", a), ("x", x)):
         if not jnp.issubdtype(array.dtype, jnp.inexact):
             what = f"{name} has dtype {array.dtype}, and the states have fractions"
@@ -192,8 +194,8 @@ def _forward(scan: _LinearScan, a: jax.Array, x: jax.Array) -> Any:
 def _backward(scan: _LinearScan, saved: Any, cotangent: jax.Array) -> Any:
     """Return the gradients of a and x.
 
-    The gradient of x is g[t] = dh[t] + a[t + 1] * g[t + 1]. With u[t] = a[t] * g[t] this is a scan
-    of the same coefficients in the other direction: u[t] = a[t] * u[t + 1] + a[t] * dh[t].
+    The gradient of x is g[t] = dh[t] + a[t + 1] * g[t + 1]. Let u[t] = a[t] * g[t]. Then u is a
+    scan with the same coefficients in the other direction: u[t] = a[t] * u[t + 1] + a[t] * dh[t].
     """
     back = dataclasses.replace(scan, reverse=not scan.reverse)
 

@@ -1,8 +1,8 @@
 """Products and sums of an activation and a weight that may be `reduced` in its type.
 
-The gradient of such a weight is `unreduced`: a loop adds it without a collective. JAX takes a
-reduced operand beside a sharded one in matmuls only, so here both operations are matmuls. The
-gradient is then a matmul that sums over the tokens of a device.
+The gradient of such a weight is `unreduced`, so a loop can sum gradients without a collective. JAX
+accepts a reduced operand together with a sharded one only in matmuls. So here both operations are
+matmuls, and so is their gradient, which sums over the tokens of a device.
 """
 
 from __future__ import annotations

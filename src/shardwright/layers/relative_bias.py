@@ -24,11 +24,12 @@ class RelativeBiasConfig:
 
     Attributes:
       heads: Heads of queries.
-      buckets: Number of buckets. In each direction, half of the buckets hold one distance each. The
-        other half hold ranges of distances that grow logarithmically.
+      buckets: Number of buckets. Of the buckets of a direction, one half holds one distance per
+        bucket. In the other half, each bucket holds a range of distances, and the ranges grow
+        logarithmically.
       max_distance: From this distance on, all keys are in the last bucket.
-      bidirectional: Whether keys after the query use the second half of the buckets. Otherwise they
-        are in bucket 0.
+      bidirectional: Whether keys after the query have buckets of their own: the second half.
+        Otherwise all these keys are in bucket 0.
 
     Raises:
       LayerError: A value is not valid, or there are too few buckets.
@@ -80,7 +81,8 @@ def apply(
       table: `[heads, buckets]`, already gathered. Inside a `shard_map`, a shard of the heads.
       q_length: Number of queries.
       kv_length: Number of keys, at the positions from 0 on.
-      q_start: Position of the first query. For a decoded token, this is the length of the cache.
+      q_start: Position of the first query. For a decoded token, this is the number of tokens
+        already in the cache.
       dtype: Dtype of the bias. Defaults to that of the table.
 
     Raises:

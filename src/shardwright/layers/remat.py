@@ -36,7 +36,7 @@ _NAMES: Final = {
 
 
 def remat_policy(remat: str) -> Callable[..., Any] | None:
-    """Return the policy of a name of `REMAT`, under the memory rules of the ambient manager.
+    """Return the JAX policy for a name of `REMAT`, given the memory rules of the ambient manager.
 
     Raises:
       LayerError: `remat` is "none", and a rule puts saved values into host memory.

@@ -19,7 +19,7 @@ SCALE: Final = number("positive", fix="pass scale=1.0")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RopeFrequencies:
-    """Frequencies that are not the powers of one theta; see `layers.rope_frequencies`.
+    """Frequencies other than the powers of one theta; see `layers.rope_frequencies`.
 
     Attributes:
       values: Radians per position, one for each point of two elements.
@@ -49,8 +49,8 @@ def rope(
 
     Element i of the first half of a head and element i of its second half form a point, rotated by
     the angle `position * theta ** (-2i / head_dim)`, in float32. Every token has its own position,
-    so sequences may be permuted, packed, or continue a cache. Nothing is sent, if `x` is sharded
-    over batch, length or heads.
+    so sequences may be permuted or packed, or may continue a cache. Nothing is sent, if `x` is
+    sharded over batch, length or heads.
 
     >>> rope(jnp.ones((1, 2, 1, 2)), jnp.array([[0, 3]]))[0, :, 0].round(2)
     Array([[ 1.  ,  1.  ],
@@ -59,8 +59,8 @@ def rope(
     Args:
       x: `[batch, length, heads, head_dim]`, as attention takes them.
       positions: `[batch, length]` integers, or `[1, length]` if all sequences have the same. A
-        negative position marks padding: the row is rotated as at position 0, and attention ignores
-        it.
+        negative position marks padding: its row is rotated as at position 0, and attention ignores
+        the row.
       theta: Base of the frequencies. Defaults to 10,000.
       frequencies: `[points]`, in place of those of `theta`: point i is rotated by
         `position * frequencies[i]`. With n points the first 2n elements of a head are rotated, and

@@ -1,4 +1,4 @@
-"""Frequencies of rotary positions for contexts that are longer than those of the first training.
+"""Frequencies of rotary positions for contexts that are longer than in the first training.
 
 linear    f / factor (Chen et al., arXiv:2306.15595)
 llama3    f of short wavelengths, f / factor of long ones, and a mean between them (Llama 3.1)
@@ -35,7 +35,8 @@ def rope_frequencies(
 ) -> RopeFrequencies:
     """Return the frequencies of a model, given `rope_scaling` of its `config.json`.
 
-    They are those of `transformers`, whose newer configurations call the mapping `rope_parameters`.
+    The frequencies equal those of `transformers`. Its newer configurations call the mapping
+    `rope_parameters`.
 
     >>> rope_frequencies(4, theta=100.0, scaling={"rope_type": "linear", "factor": 4.0})
     RopeFrequencies(values=(0.25, 0.025), scale=1.0)
@@ -43,10 +44,11 @@ def rope_frequencies(
     Args:
       head_dim: Size of a head.
       scaling: `rope_type` (default, linear, llama3, yarn or longrope), and the values of that type.
-        With `partial_rotary_factor`, that part of a head is rotated.
+        With `partial_rotary_factor`, only this fraction of a head is rotated.
       theta: Base of the frequencies. Defaults to the `rope_theta` of `scaling`, or to 10,000.
       longest: `max_position_embeddings`. YaRN and LongRoPE need it if `scaling` has no factor.
-      length: Length of the sequences. LongRoPE has other frequencies above the first context.
+      length: Length of the sequences. LongRoPE has other frequencies for sequences that are longer
+        than the original context.
 
     Raises:
       LayerError: A value is missing, unknown or not valid.
@@ -98,7 +100,7 @@ class _Values:
         return value
 
     def factor(self, first: float) -> float:
-        """Return how many times longer the context became."""
+        """Return the factor by which the context became longer."""
         if "factor" not in self.left and self.longest is not None:
             return float(self.longest) / first
         return self.number("factor")
@@ -135,7 +137,7 @@ def _yarn(f: Any, theta: float, values: _Values) -> _ScaledRope:
     fast, slow = values.number("beta_fast", 32), values.number("beta_slow", 1)
 
     def point(rotations: float) -> float:
-        """Return the point that makes this number of rotations in the first context."""
+        """Return the index of the point with this number of rotations in the original context."""
         return float(points * math.log(first / (rotations * 2 * math.pi)) / math.log(theta))
 
     low, high = point(fast), point(slow)

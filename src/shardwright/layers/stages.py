@@ -1,9 +1,10 @@
-"""The stages of a pipeline: chunks of layers that run on one microbatch after the other.
+"""The stages of a pipeline: chunks of layers, each on one microbatch after another.
 
 A stage holds `layers / pp` layers. In each tick, every stage runs a chunk of them on one microbatch
-and sends the result to the next stage. The batch is sharded over pp outside of the stack, and no
-microbatch is sent to a stage as a whole beforehand: in each tick the stages also pass their
-microbatches on towards stage 0, and results come back in the freed places.
+and sends the result to the next stage. Outside the stack, the batch is sharded over pp. The
+microbatches are not all sent to stage 0 before the first tick. Instead, in each tick the stages
+also pass their microbatches on towards stage 0, and the results return in the places that become
+empty.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class LayerInputs:
     """What a layer reads beside its parameters and x.
 
     Attributes:
-      number: Number of the layer, int32. Fold it into a key; otherwise layers would drop the same
-        elements.
-      keys: `keys` of the call. In a pipeline, each is folded with the number of the microbatch.
+      number: Number of the layer, int32. Fold this number into a dropout key; otherwise all layers
+        would drop the same elements.
+      keys: `keys` of the call. In a pipeline, the number of the microbatch is folded into each key.
       rows: `rows` of the call; in a pipeline, those of the microbatch.
       streamed: `streamed` of the call; in a pipeline, that of the microbatch.
       per_layer: The part of the call's `per_layer` for this layer.
@@ -94,7 +95,7 @@ class Stages:
 
         Args:
           params: All layers.
-          inputs: What layers read. Its rows and streamed arrays are in `parts`.
+          inputs: What layers read. Rows and streamed arrays of the microbatches are in `parts`.
           parts: (x, streamed, rows), each `[1, microbatches, rows, ...]`.
 
         Returns:
@@ -164,8 +165,8 @@ class Stages:
           given: The trees, as `placed` returns them.
           entries: For each tree, the first entries of the spec of its leaves.
           out_specs: Specs of the results over pp.
-          like: For each result, the arrays that have the same shardings; None if the other mesh
-            axes do not shard it.
+          like: For each result, arrays whose shardings over the other mesh axes it takes; None if
+            these mesh axes do not shard it.
         """
         ambient = _jax.ambient_mesh() or self.cut.manager.mesh
         kinds = dict(zip(ambient.axis_names, ambient.axis_types, strict=True))
@@ -226,9 +227,9 @@ class Stages:
         """Run the ticks of one stage. All arrays are local over pp.
 
         Microbatch s q + j starts at stage s in place j of the stream, for q microbatches of a
-        stage. In tick t, all stages pass the content of place t modulo q to the stage before. So
-        microbatch t is at stage 0 in tick t. The last stage puts its results in the same place,
-        from which they move to their stage.
+        stage. In tick t, each stage passes the content of place t modulo q to the previous stage.
+        So microbatch t is at stage 0 in tick t. The last stage puts its results in the same place,
+        and later ticks move each result to its stage.
         """
         count, stages, repeats = self.cut.count, self.cut.stages, self.repeats
         stack = self.copied(stack)
@@ -357,14 +358,14 @@ def folded(keys: Any, microbatch: Any) -> Any:
 
 
 def at(tree: Any, place: Any) -> Any:
-    """Return the entry at a place of dim 0 of each array."""
+    """Return `leaf[place]` of each array."""
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), tree
     )
 
 
 def put(tree: Any, values: Any, place: Any) -> Any:
-    """Write values to a place of dim 0 of each array."""
+    """Write a value to `leaf[place]` of each array."""
     return jax.tree.map(
         lambda leaf, value: jax.lax.dynamic_update_index_in_dim(leaf, value, place, 0),
         tree,
@@ -373,7 +374,7 @@ def put(tree: Any, values: Any, place: Any) -> Any:
 
 
 def select(condition: Any, yes: Any, no: Any) -> Any:
-    """Return one of two trees, by a scalar."""
+    """Return one of two trees, chosen by a traced scalar."""
     # Do not use `jnp.where`, which would keep the condition of each element for the backward pass.
     return jax.tree.map(functools.partial(jax.lax.select, condition), yes, no)
 

@@ -77,9 +77,9 @@ class TransformerConfig:
       dropout: Probability of dropping an element of a block's output, if `keys` has a dropout key.
       remat: What is kept for the backward pass. "none" keeps everything, "full" keeps only the
         residual, "dots" keeps matmuls with weights, and "blocks" keeps the outputs of the blocks.
-      scan: Whether the layers are one `jax.lax.scan` over stacked parameters, which compiles one
-        layer of each kind. Layers after the last whole pattern follow the scan. Caches need
-        `scan=False`: see `unstack` and `unstack_state`.
+      scan: Whether the layers run as one `jax.lax.scan` over stacked parameters, so that only one
+        layer of each kind is compiled. If the last pattern is not whole, its layers run after the
+        scan. Caches need `scan=False`: see `unstack` and `unstack_state`.
 
     Raises:
       LayerError: The sizes do not fit each other, or a value is not valid.
@@ -177,10 +177,9 @@ class StackState:
       caches: One KV cache per layer, or None.
       moe: One `MoEState` per tree of parameters, or None for an MLP. With `scan`, its arrays
         have a leading dim of the layers of that tree. Before the first call, `moe` itself is None.
-      scaling: With delayed scaling, one tree per tree of parameters:
-        `fp8.uses(scaling, channel)` as an argument. In a result, the amaxes of inputs and kernels;
-        with caches, the argument again, so that the result is the state of the next call. Else
-        None.
+      scaling: With delayed scaling, one tree per tree of parameters: `fp8.uses(scaling, channel)`
+        as an argument. In a result, the amaxes of inputs and kernels. With caches, a result has the
+        argument again, so that it is the state of the next call. Else None.
     """
 
     caches: list[KVCache] | None = None
@@ -200,7 +199,7 @@ STATE: Final = instance(StackState, fix="pass transformer_block.StackState(cache
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKeys:
-    """The dropout keys of one layer: inside each block, and after it. None drops nothing."""
+    """The dropout keys of one layer, for inside and after each block. None drops nothing."""
 
     attention: Any = None
     after_attention: Any = None
@@ -243,7 +242,7 @@ def _module_of(mlp: MlpConfig | MoEBlockConfig) -> Any:
 def init_scaling(config: TransformerConfig) -> list[Any] | None:
     """Return the first state of delayed scaling, one tree per tree of parameters.
 
-    None if no block has this recipe. MoE layers have no scaling.
+    None if no block uses delayed scaling. MoE layers have no scaling.
     """
     trees = []
     for number in range(_trees_of(config)):
@@ -261,7 +260,7 @@ def unstack(
 ) -> tuple[TransformerConfig, list[Any]]:
     """Return config and parameters without `scan`, for serving.
 
-    A scan would copy the stack of caches at each step.
+    With caches, a scan would copy their stack at each step.
 
     Raises:
       LayerError: The parameters are not those that `specs` describes.
@@ -278,7 +277,7 @@ def unstack(
 def _of_layer(
     config: TransformerConfig, trees: Sequence[Any], number: int, repeats: int = 1
 ) -> Any:
-    """Return the parameters or the states of one layer, given the trees of the scan."""
+    """Return the parameters or the states of one layer from the trees that the scan stacks."""
     # Tree t of the scan has the layers t, t + period, t + 2 * period and so on.
     trip, tree = divmod(number, config.period)
     if not config.scan:
@@ -291,11 +290,11 @@ def _of_layer(
 
 
 def unstack_state(config: TransformerConfig, state: StackState) -> StackState:
-    """Return a state of scanned layers as that of layers without `scan`, for serving.
+    """Convert a state of scanned layers to that of layers without `scan`, for serving.
 
-    Without the biases of training, serving would send tokens to other experts. Without the scales,
-    it would round to other numbers. Each MoE layer gets statistics of 0. So a call returns a state
-    of the same structure, which may be the carry of a loop.
+    Serving needs the biases of training, else tokens would go to other experts. It needs the scales
+    of training, else fp8 values would be rounded to other numbers. Each MoE layer gets statistics
+    of 0. So a call returns a state of the same structure, which may be the carry of a loop.
 
     Args:
       config: The config, as for `unstack`.
@@ -326,10 +325,10 @@ def init_caches(
 ) -> list[KVCache]:
     """Create an empty cache per layer, already sharded; see `caches.init` for the arguments.
 
-    They are the `caches` of a `StackState`.
+    Pass them as the `caches` of a `StackState`.
 
     Raises:
-      LayerError: The caches keep a window, and `windows` has layers without one.
+      LayerError: The caches keep a window, but some layers have no window by `windows`.
       CacheError: As `caches.init` raises it.
     """
     caches = [
@@ -360,10 +359,10 @@ def apply(
     """Return the residual after all layers, and the state.
 
     Each layer is `x += attention(x)`, then `x += mlp(x)`. With `cross` in the config,
-    `x += cross(x, encoded)` is between the two. Keys and values of `encoded` are not kept from call
-    to call. The norm after the last layer is not part
-    of the stack. In a compiled program, caches that are full keep their length, and attention adds
-    nothing for their tokens.
+    `x += cross(x, encoded)` is between the two. Keys and values of `encoded` are computed again in
+    each call. The norm after the last layer is not part of the stack. In a compiled program, a
+    cache refuses tokens that do not fit, and attention adds nothing to the residual of these
+    tokens.
 
     Args:
       config: Sizes and options.
@@ -375,15 +374,16 @@ def apply(
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       positions: As in `attention_block.apply`.
       segment_ids: As in `attention_block.apply`.
-      valid: `[batch, length]` bool, whether a row is a token. Tokens attend to no other rows, and
-        MoE layers send the other rows to no expert. The result for such a row has no meaning.
+      valid: `[batch, length]` bool, whether a row is a token. Tokens do not attend to the other
+        rows, and MoE layers send these rows to no expert. The results of these rows have no
+        meaning.
       encoded: As in `attention_block.apply`, for the cross-attention of every layer.
       encoded_segment_ids: The same.
       run: Function that runs the layers of a scan, such as `sw.pipeline`.
 
     Returns:
-      (x, state). The state has the written caches. For each MoE layer it has the same bias, and
-      this call's statistics.
+      (x, state). The state has the written caches. For each MoE layer, the state has the same bias,
+      and this call's statistics.
 
     Raises:
       LayerError: Caches are given with `scan`, or the number of caches, of MoE states, of scalings
@@ -451,7 +451,7 @@ def loss(
 ) -> tuple[jax.Array, StackState]:
     """Return the loss of a model that ends in these layers and a head, and the state.
 
-    It is the sum of `head(head_params, y, inputs)` over the microbatches of a pipeline, plus
+    The loss is the sum of `head(head_params, y, inputs)` over the microbatches of a pipeline, plus
     `state.aux`. It works for every strategy, and `schedule = "1f1b"` needs it.
 
     Args:
@@ -493,7 +493,7 @@ def _scan(
     given: Any,
     encoded: Any,
 ) -> tuple[jax.Array, list[Any], list[Any]]:
-    """Run the layers that are scanned; return the result, and MoE states and scalings by tree."""
+    """Run the scanned layers; return the result, and the MoE states and scalings of each tree."""
     count = config.period
 
     def trip(trees: Any, x: Any, inputs: LayerInputs) -> tuple[Any, tuple[list[Any], list[Any]]]:
@@ -533,7 +533,7 @@ def _scan(
 def _over_microbatches(after: Any) -> Any:
     """Return the state of an MoE layer, from one with a leading dim of microbatches.
 
-    The losses of a router are means over tokens, and so is their mean over equal microbatches.
+    Router losses are means over tokens, and so is their mean over microbatches of equal size.
     """
     if after is None:
         return None
@@ -550,7 +550,7 @@ def _if_any(states: list[Any]) -> list[Any] | None:
 
 
 def _layer(config: TransformerConfig, number: int, path: str | None, given: Any) -> Any:
-    """Return one layer as a function of arrays alone, under the remat policy."""
+    """Return one layer under the remat policy, as a function whose arguments are all arrays."""
     attention = config.attention_of(number)
     run = functools.partial(_run_layer, config, attention, config.mlp_of(number), path, given)
     policy = remat_policy(config.remat)
@@ -611,7 +611,7 @@ def _run_layer(
 
 
 def _padding(x: Any, segment_ids: Any, valid: Any, state: StackState) -> dict[str, Any]:
-    """Return what tells attention which rows are tokens: without caches, segment ids."""
+    """Return the arguments that tell attention which rows are tokens: `segment_ids` and `valid`."""
     check_valid(valid, x.shape[:2])
     if valid is None or state.caches is not None:
         return {"segment_ids": segment_ids, "valid": valid}
@@ -626,7 +626,7 @@ def _add(x: Any, added: Any) -> Any:
 
 
 def _keys(config: TransformerConfig, key: Any, number: Any) -> LayerKeys:
-    """Return the keys of a layer; the same ones with `scan` and without."""
+    """Return the keys of a layer. They do not depend on `scan`."""
     if key is None:
         return LayerKeys()
     crossing = () if config.cross is None else ("cross", "after_cross")
@@ -771,7 +771,7 @@ def _check_scaling(config: TransformerConfig, scaling: Any) -> None:
 def _check_layers(
     config: TransformerConfig, tree: int, name: str, value: Any, *, own_rank: int
 ) -> None:
-    """Check that an array of the state has a leading dim of layers with `scan`, and else none."""
+    """Check that an array of the state has a leading dim of layers if, and only if, it must."""
     shape = getattr(value, "shape", None)
     scanned = _is_scanned(config, tree)
     wanted = (config.trips,) if scanned else ()
@@ -788,7 +788,7 @@ def _check_layers(
 
 
 def _check_rings(config: TransformerConfig, caches: list[KVCache]) -> None:
-    """Refuse a cache that keeps a window for a layer that `windows` says attends to all tokens."""
+    """Refuse a cache with a window in a layer that attends to all tokens by `windows`."""
     for number, cache in enumerate(caches if config.windows else ()):
         if isinstance(cache, KVCache) and cache.spec.window and config.window(number) is None:
             raise LayerError(

@@ -53,8 +53,9 @@ def dense(
 ) -> DenseResult:
     """Return `x @ kernel + bias` of each kernel, computed in fp8.
 
-    Each kernel is quantized as it is stored, then gathered: FSDP moves one byte per element. The
-    residuals for the backward pass are the fp8 operands, with kernels as they are stored.
+    Each shard of a kernel is quantized before the kernel is gathered, so FSDP moves one byte per
+    element. The backward pass keeps the fp8 operands; the kernels among them are kept as stored
+    shards.
 
     Args:
       x: `[..., *inputs]`.
@@ -62,16 +63,17 @@ def dense(
       recipe: A recipe or its name.
       use: For delayed scaling: the result of `uses` for these kernels.
       biases: `[*outputs]` by name. Defaults to none.
-      out: Annotation of each result. Without it, the compiler decides how it is sharded.
-      axes: Annotation of `x`, for the messages about blocks.
+      out: Annotation of each result. Without it, the compiler decides how the result is sharded.
+      axes: Annotation of `x`, for error messages about blocks.
       contract: Number of dims that are contracted: the last of `x`, the first of the kernel.
       mode: Runtime mode. Defaults to the manager's.
       dtype: Dtype of the operands before they are quantized, and of the results. Defaults to that
         of `x`.
 
     Raises:
-      LayerError: The recipe has a state and there is no `use`, or the reverse. Or the recipe has
-        blocks, and the part of a contracted dim on a device is not a multiple of 32.
+      LayerError: The recipe has a state but `use` is not given, or the recipe has none and `use` is
+        given. Or the recipe has blocks, and the part of a contracted dim on a device is not a
+        multiple of 32.
       RankMismatchError: The shapes do not fit each other.
       ShardingError: `out` does not fit a result, the rules or the mesh.
     """
@@ -189,8 +191,9 @@ _dense.defvjp(_forward, _backward)
 def _one_per(amax: Any) -> Any:
     """Return 1, as a value that depends on `amax`.
 
-    Each use adds 1 to the counter of its leaf. `vmap` sums only values that depend on the example.
-    A constant would stay 1 although the largest values are summed.
+    Each use adds 1 to the counter of its channel leaf, so that the update can refuse a leaf that
+    several uses share. Under `vmap`, only values that depend on the example are summed over the
+    examples. A constant counter would stay 1 although the amaxes are summed.
     """
     return jnp.where(amax >= 0, jnp.float32(1), jnp.float32(1))
 

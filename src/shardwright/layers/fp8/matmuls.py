@@ -9,9 +9,10 @@ With one scale per tensor, the backward pass uses the fp8 operands of the forwar
 lie along the contracted dim, and each of the three matmuls contracts another dim. So with blocks
 the forward pass quantizes each operand twice.
 
-The residuals are fp8 operands, with kernels as they are stored. The backward pass gathers the
-kernels again. A matmul is computed in the dtype of its result (for float16, in float32, to avoid
-overflow), and then multiplied by the inverse scales. Sums over devices have that dtype too.
+The forward pass keeps the fp8 operands for the backward pass, the kernels as stored shards. The
+backward pass gathers the kernels again. A matmul is computed in the dtype of its result (for
+float16, in float32, to avoid overflow), and then multiplied by the inverse scales. Sums over
+devices have the dtype of the result too.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ class Fp8Kernel:
     Attributes:
       name: Name of the kernel.
       out: Annotation of the result, or None.
-      weight: Where the kernel lives, or None if it is already gathered.
+      weight: Annotation, shape and path of the stored kernel, or None if it is already gathered.
       dtype: Dtype of the kernel.
       varying: Manual mesh axes that the kernel varies over.
       gathered: Entries of the spec that the kernel is gathered to, over Explicit axes. None if
-        `weight` or `out` says it.
-      out_entries: The same of the result.
+        `weight` or `out` already determines them.
+      out_entries: Entries of the spec of the result, over Explicit axes.
       shards: Mesh axes of the kernel, if it has no annotation; only for the check of blocks.
     """
 
@@ -87,9 +88,9 @@ class Fp8Call:
         ambient one.
       pipeline: Mesh axes of the pipeline.
       x_axes: Annotation of the input, or None.
-      x_entries: Entries of its spec over Explicit axes, or None.
+      x_entries: Entries of the spec of the input over Explicit axes, or None.
       x_dtype: Its dtype.
-      varying: Manual mesh axes that it varies over.
+      varying: Manual mesh axes that the input varies over.
       x_shards: Mesh axes of the input, if it has no annotation; only for the check of blocks.
     """
 
@@ -133,8 +134,8 @@ class Forward:
     Attributes:
       ys: The results.
       amax_x: Largest absolute value of the input, or None for blocks.
-      amax_kernels: Of each kernel, or Nones.
-      kept: For the backward pass, or None.
+      amax_kernels: Largest absolute value of each kernel, or Nones for blocks.
+      kept: What the backward pass needs, or None.
     """
 
     ys: tuple[Any, ...]
@@ -287,7 +288,7 @@ def _multiply(
       right: Operand.
       dims: Contracted dims of both.
       out: Annotation of the result.
-      entries: Its spec over Explicit axes, if it has no annotation.
+      entries: Spec of the result over Explicit axes, if the result has no annotation.
     """
     # fp8 reaches 448 (E4M3) or 57,344 (E5M2), so sums of products exceed the range of float16.
     dtype = jnp.dtype(jnp.float32) if call.dtype == jnp.float16 else call.dtype

@@ -6,8 +6,9 @@ Tensor: `scale = largest / amax`, with `amax` the largest absolute value of the 
 Block (OCP Microscaling Formats, MX 1.0): 32 elements along one dim share `2^exponent`, which is
 `amax / largest` rounded up to a power of two. So no element of a block is clipped.
 
-A tensor scale may be older than the array. Elements that are then too large saturate; that includes
-infinities. NaN stays NaN. In a block, a value that is not finite makes the whole block NaN.
+A tensor scale may come from earlier steps, so elements of the array may be too large for it. Such
+elements, and infinities, saturate. NaN stays NaN. In a block, a value that is not finite makes the
+whole block NaN.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def _with_exponent(exponent: Any) -> jax.Array:
 
 
 def _split(x: Any, dim: int) -> jax.Array:
-    """Return an array with a dim of blocks and a dim of 32 in place of `dim`."""
+    """Return an array with `dim` split in two: a dim of blocks, and a dim of 32 elements."""
     sizes = (*x.shape[:dim], x.shape[dim] // BLOCK, BLOCK, *x.shape[dim + 1 :])
     entries = explicit_entries(x)
     # A block stays on one device: the mesh axes of `dim` go to the dim of blocks.
@@ -173,7 +174,7 @@ def _reshape(x: Any, sizes: tuple[int, ...], entries: Any) -> jax.Array:
 
 
 def explicit_entries(x: Any) -> tuple[Any, ...] | None:
-    """Return the entries of an array's spec over Explicit axes, one per dim; None without such."""
+    """Return the entries of an array's spec, one per dim; None if no mesh axis is Explicit."""
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None

@@ -28,7 +28,7 @@ class DelayedScaling:
       margin: The scale is divided by 2^margin.
       history: Number of updates that are remembered.
       algorithm: "max": the scale follows the largest value of the history. "most_recent": it
-        follows that of the last update.
+        follows the value of the last update.
       forward: Format of activations and kernels.
       backward: Format of gradients.
 

@@ -11,14 +11,14 @@
     scaling = fp8.update(config.recipe, scaling, seen, sent)
 
 The forward pass returns the largest values of activations and kernels as `seen`. The largest value
-of a gradient is known only in the backward pass, which can return nothing but gradients. So the
-gradient of the channel holds this value, and a counter of 1.
+of a gradient is known only in the backward pass, and a backward pass can return only gradients. So
+the gradient of the channel holds this value, and a counter of 1.
 
-JAX sums gradients. If several uses share one leaf of the channel, its gradient is a sum of largest
-values, which has no meaning. The counter is then not 1, and the update refuses the gradient. So
-each use (trip of a scan, microbatch, example of a `vmap`, call) has a leaf of its own: the channel
-has leading dims, as `seen` has. The update takes the maximum over these dims, then updates each
-history and scale once.
+JAX sums gradients. If several uses share one leaf of the channel, the gradient of the leaf is a sum
+of largest values, which has no meaning. The counter is then not 1, and the update refuses the
+gradient. So each use (trip of a scan, microbatch, example of a `vmap`, call) has a leaf of its own:
+the channel has leading dims, as `seen` has. The update takes the maximum over these dims, then
+updates each history and scale once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TensorScaling:
 
     Attributes:
       scale: float32, `[]`, or `[layers]` for stacked layers.
-      history: float32, `[..., history]`. Entry 0 is free: the next update writes it.
+      history: float32, `[..., history]`. Entry 0 is empty: the next update writes it.
     """
 
     scale: Any
@@ -61,7 +61,7 @@ class TensorScaling:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DenseScaling:
-    """The scaling of the matmuls that have one input. Matmuls are named after their kernels.
+    """The scaling of the matmuls that share one input. Matmuls are named after their kernels.
 
     Attributes:
       x: Of the input.
@@ -123,7 +123,7 @@ class DenseSeen:
 
 
 def init(recipe: Any, names: Iterable[str], *, layers: int | None = None) -> DenseScaling | None:
-    """Return the first state of matmuls that have one input: scales of 1, histories of 0.
+    """Return the first state of matmuls that share one input: scales of 1, histories of 0.
 
     Args:
       recipe: The recipe. Only delayed scaling has a state; the others return None.
@@ -166,8 +166,8 @@ def new_channel(scaling: Any, *, uses: Sequence[int] | int = ()) -> Any:
 
     Args:
       scaling: A tree of `DenseScaling`s.
-      uses: Leading dims, if the state is used more than once per update, such as the number of
-        microbatches. `jax.tree.map(lambda leaf: leaf[i], channel)` is the channel of use i.
+      uses: Leading dims of the channel, such as (microbatches,), if the state is used more than
+        once per update. `jax.tree.map(lambda leaf: leaf[i], channel)` is the channel of use i.
     """
     sizes = (uses,) if isinstance(uses, int) else tuple(uses)
 
@@ -214,9 +214,9 @@ def stack(*reports: Any) -> Any:
 def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
     """Update each history and scale once, from the reports of all uses since the last update.
 
-    A matmul without a backward pass has a counter of 0: its layer is frozen, or was skipped. The
-    scale and the history of its gradient then stay. Those of its input and kernel stay if the
-    largest value of all uses is 0, as it is without a forward pass.
+    A matmul without a backward pass has a counter of 0: its layer is frozen, or was skipped. Then
+    the scale and the history of its gradient do not change. The scale and the history of an input
+    or a kernel do not change if its largest value over all uses is 0, as without a forward pass.
 
     Args:
       recipe: The recipe.
@@ -225,8 +225,8 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
       sent: Gradient of the channel. Leading dims are uses.
 
     Returns:
-      The new tree. Inside of `jit` nothing can be raised: a matmul whose counter is not valid gets
-      scales of NaN, so that every later result is NaN, and `check` names it.
+      The new tree. Inside `jit` no error can be raised. So a matmul whose counter is not valid gets
+      scales of NaN: every later result is NaN, and `check` names the matmul.
 
     Raises:
       LayerError: A counter is neither 0 nor 1, and the error names the matmul. Or all counters are
@@ -284,8 +284,9 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
 def step(recipe: DelayedScaling, state: TensorScaling, amax: Any, dtype: Any) -> TensorScaling:
     """Update the scaling of one tensor.
 
-    `amax` takes entry 0 of the history; the new scale follows the history; then the history rolls
-    by one, and entry 0 becomes 0. If the amax of the history is 0 or not finite, the scale stays.
+    `amax` is written to entry 0 of the history, and the new scale is computed from the history.
+    Then the history rolls by one, and entry 0 becomes 0. If the amax of the history is 0 or not
+    finite, the scale does not change.
 
     Args:
       recipe: The recipe.
@@ -356,7 +357,7 @@ def _over_uses(reduce: Callable[..., Any], values: Any, like: Any) -> Any:
 
 
 def _worst(counts: Any, like: Any) -> Any:
-    """Return the counter of all uses: 0 or 1, or the largest that is neither."""
+    """Return one counter for all uses: 0 or 1, or the largest invalid counter."""
     # A maximum alone would hide a counter of 1/2, the result of averaged gradients, behind the 1 of
     # another use.
     wrong = jnp.where((counts != 0) & (counts != 1), counts, 0.0)

@@ -27,7 +27,7 @@ Shards = tuple[tuple[tuple[str, int], ...], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredKernel:
-    """Where a stored weight lives.
+    """The annotation, global shape and path of a stored weight.
 
     Attributes:
       axes: Its annotation.
@@ -128,10 +128,10 @@ def scatter(manager: Any, grad: Any, like: Any, weight: StoredKernel) -> Any:
 
 
 def _through_bits(f: Any, value: Any, manager: Any) -> Any:
-    """Apply a move of data to fp8.
+    """Apply a function that only moves data to an fp8 array.
 
-    XLA for CPU has no collectives of such floats: it converts them to float16. So the CPU moves
-    their bits. The barriers keep XLA from moving the conversion past the collective.
+    XLA for CPU has no fp8 collectives: it would convert the array to float16. So on CPU, the bits
+    are moved as uint8. The barriers keep XLA from moving the bitcasts past the collective.
     """
     if platform_of(manager.mesh) != "cpu":
         return f(value)
@@ -164,7 +164,7 @@ def check_blocks(
       role: Activation or param.
       mode: Runtime mode.
       path: Path of a weight.
-      array: The array. Without an annotation, its sharding over Explicit axes counts.
+      array: The array. Used if there is no annotation: its sharding over Explicit axes.
       shards: Mesh axes of the array over Auto axes. If all three are missing, the dim counts as
         whole.
 

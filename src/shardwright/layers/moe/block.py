@@ -4,8 +4,8 @@
     [X / ep, ep * C, E]  --all-to-all-->  [X, C, E]  --weighted sum-->  y [t, E]
 
 t: tokens of a device, E: embed, X: experts, C: slots of a sender at an expert, ep: devices that the
-experts are sharded over. If the tokens are replicated over these devices, no tokens are sent. Each
-device then runs its own experts, and an all-reduce adds the results.
+experts are sharded over. If the tokens are replicated over these ep devices, no tokens are sent.
+Each device then runs its own experts on all tokens, and an all-reduce adds the results.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class MoEStats:
     """Statistics of the router over all tokens of the batch, on all devices.
 
     Attributes:
-      load: [experts] int32, how many tokens picked each expert, the dropped ones included. Rows
-        that are not `valid` do not count.
+      load: [experts] int32, how many tokens picked each expert, also those that are then dropped.
+        Rows that are not `valid` do not count.
       dropped: int32, how many copies of tokens found no slot; 0 if dropless.
       aux: float32, the losses of the router times their factors. Add it to the loss.
     """
@@ -114,16 +114,17 @@ class Dispatch:
     """How the tokens of one call reach their experts.
 
     Attributes:
-      sent: Mesh axes that tokens are sent over: the experts and the tokens are sharded over them.
+      sent: Mesh axes that tokens are sent over. Both the experts and the tokens are sharded over
+        these mesh axes.
       summed: Mesh axes that results are summed over. The experts or their hidden dims are sharded
-        over them, but the tokens are not.
+        over these mesh axes, but the tokens are not.
       expert_axes: Mesh axes that the experts are sharded over.
       token_axes: Mesh axes that the tokens are sharded over.
       senders: Number of shards of the tokens.
       own_tokens: Number of tokens of a shard.
       shards: Number of shards of the experts.
       slots: Slots of a sender at each expert.
-      exchange: How tokens are sent.
+      exchange: How tokens are sent to the experts.
       matmul: How the experts of a device multiply their slots.
     """
 
@@ -140,7 +141,7 @@ class Dispatch:
 
     @property
     def why(self) -> str:
-        """Why tokens are sent, or why not."""
+        """The reason why tokens are sent or not sent."""
         if not self.expert_axes:
             return "every device has all experts: nothing is sent"
         axes = "+".join(self.expert_axes)
@@ -172,12 +173,13 @@ def apply(
       params: Arrays as `specs(config)` describes them, stored as the manager shards parameters.
       x: Tokens, (BATCH, QUERY_LENGTH, EMBED) or flattened to (BATCH, EMBED). Inside a `shard_map`,
         pass a shard of each.
-      keys: As the blocks take it. Not used: the layer has no randomness.
+      keys: Not used, because the layer has no randomness. It is an argument because every block has
+        it.
       state: State of the router. Defaults to a state without a bias.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       mode: Runtime mode. Defaults to the manager's.
-      valid: bool of the shape of x without EMBED, False for padding. Such a row
-        takes no slot, is in no statistics and no loss, and its y is 0. None: all are tokens.
+      valid: bool of the shape of x without EMBED, False for padding. A False row takes no slot and
+        does not count in the statistics and the losses. Its y is 0. None: all are tokens.
 
     Returns:
       (y, state). y has the shape of x, in `config.dtypes.output`. The state has the same bias and
@@ -404,7 +406,7 @@ def _check(config: MoEConfig, params: Any, x: Any, state: MoEState, path: str | 
 def _on_shard(
     config: MoEConfig, dispatch: Dispatch, params: Any, bias: Any, x: Any, valid: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Run the layer on one device's tokens and experts; the collectives are here."""
+    """Run the layer on one device's tokens and experts. All collectives of the layer are here."""
     tokens = x.reshape(-1, config.embed)
     is_token = None if valid is None else valid.reshape(-1)
     if is_token is not None:
@@ -434,7 +436,7 @@ def _serve(
 ) -> Any:
     """Return the results of the slots, [experts * slots, embed].
 
-    They are 0 for an expert of another device, unless tokens are sent.
+    If tokens are not sent, the results of another device's experts are 0.
     """
     rows = filled.reshape(config.experts, dispatch.slots, config.embed)
     if dispatch.sent:

@@ -52,7 +52,7 @@ class CapacityFactor:
     """A capacity factor: each expert has `factor` times the slots that an even load needs.
 
     Tokens without a slot are dropped, and counted in `MoEStats.dropped`. The slots of an expert are
-    divided among the devices that send tokens, so the mesh decides which are dropped.
+    divided among the devices that send tokens, so which tokens are dropped depends on the mesh.
 
     Attributes:
       factor: Capacity of an expert ÷ its tokens under an even load, such as 1.25.
@@ -90,7 +90,7 @@ class MoEConfig:
       scale: Factor of the weights of the routed experts.
       groups: Number of groups of experts. A token picks only from its best groups.
       top_groups: How many groups a token picks from; at most `groups`.
-      shared: Number of shared experts, which every token goes to.
+      shared: Number of shared experts. Every token goes to all of these.
       activation: Name of the gate's activation; see `shardwright.layers.activation`.
       balance_loss: Factor of the loss for an even load (Fedus et al., arXiv:2101.03961, eq. 4).
       z_loss: Factor of the loss for small router logits (Zoph et al., arXiv:2202.08906, eq. 5).
@@ -99,7 +99,7 @@ class MoEConfig:
       matmul: How the experts multiply their slots: "padded" multiplies all of them, "ragged" only
         the filled ones. "auto" chooses; `moe.explain` says which one and why.
       dtypes: Dtypes of the experts, their matmuls and the result. The router is float32.
-      recipe: None: experts are not computed in fp8. Other values are refused.
+      recipe: Must be None: experts cannot be computed in fp8.
 
     Raises:
       LayerError: An option is not valid.

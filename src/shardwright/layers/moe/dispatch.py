@@ -1,9 +1,10 @@
 """Move the tokens of one device to the slots of the experts, and the results back.
 
 A slot is a place for one token at one expert. The tokens of a device fill the slots of an expert in
-the order of the tokens, so the same tokens get the same slots in every run. A copy whose expert is
-the number of experts is padding: it gets no slot, and no expert counts it. These functions work on
-the tokens of one device; the collectives are in `block`.
+the order of the tokens, so the same tokens get the same slots in every run. A token has one copy
+per expert that it picked. A copy of padding has the index `experts`, one past the last expert: it
+gets no slot, and is not in the load of any expert. These functions work on the tokens of one
+device; the collectives are in `block`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSlots:
-    """The slot of each copy of a token. A token has one copy per expert that it picked.
+    """The slot of each copy of a token.
 
     Attributes:
       places: [tokens * per_token] int32, expert * slots + slot; at least `total` if dropped or
@@ -35,7 +36,7 @@ class ExpertSlots:
 
 
 def assign_slots(picked: Any, *, experts: int, slots: int) -> ExpertSlots:
-    """Give each copy of a token a slot at its expert, in order, as long as slots are free.
+    """Give each copy of a token a slot at its expert, in order, until the slots are full.
 
     Args:
       picked: [tokens, per_token] int32.
@@ -59,7 +60,9 @@ def assign_slots(picked: Any, *, experts: int, slots: int) -> ExpertSlots:
 
 
 def assign_rows(picked: Any, *, experts: int) -> ExpertSlots:
-    """Give each copy of a token a row, sorted by expert and then in order; free rows come last.
+    """Give each copy of a token a row.
+
+    Rows are sorted by expert, then by token; empty rows are last.
 
     Args:
       picked: [tokens, per_token] int32.
@@ -77,7 +80,7 @@ def _outside(total: int, flat: Any) -> Any:
 
 
 def _rank(flat: Any, experts: int) -> tuple[Any, Any]:
-    """Return the load of each expert, and the place of each copy if copies are sorted by expert."""
+    """Return the load of each expert, and the rank of each copy in a sort by expert."""
     load = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
     # A stable sort keeps the order of the tokens, so a full expert drops the last ones, in every
     # run.
@@ -89,7 +92,7 @@ def _rank(flat: Any, experts: int) -> tuple[Any, Any]:
 
 
 def fill_slots(x: Any, assigned: ExpertSlots) -> Any:
-    """Return the tokens in their slots, [experts * slots, embed]; free slots are 0.
+    """Return the tokens in their slots, [experts * slots, embed]; empty slots are 0.
 
     Args:
       x: [tokens, embed].

@@ -1,9 +1,10 @@
 """How rows travel between the devices of the experts: as slots, or as ragged rows.
 
-`slots` is an all-to-all of all slots, free ones too. `ragged` sends only the rows that tokens fill:
-the devices tell each other how many (an all-gather of one number per expert), and then each sends
-its rows as one `jax.lax.ragged_all_to_all`. XLA for CPU does not have that collective. On CPUs, its
-*twin* pads the rows for each receiver, sends them as an all-to-all, and gives equal results.
+`slots` is an all-to-all of all slots, also of the empty ones. `ragged` sends only the rows that
+tokens fill. The devices first exchange the numbers of rows, by an all-gather of one number per
+expert. Then each device sends its rows by one `jax.lax.ragged_all_to_all`. XLA for CPU does not
+have that collective. On CPUs, its *twin* pads the rows for each receiver and sends them by an
+all-to-all. Its results are equal.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Exchange:
 
     Attributes:
       name: "slots" or "ragged"; "none" if nothing is sent.
-      why: The reason for it.
-      rows: Most rows that a device receives.
-      most: Most rows that a device sends to another one.
+      why: The reason for this choice.
+      rows: Largest number of rows that a device can receive.
+      most: Largest number of rows that a device can send to one receiver.
       native: Whether the compiler has `ragged_all_to_all`; otherwise the twin runs.
     """
 
@@ -89,11 +90,11 @@ class ExpertRoute:
     """What one device sends in one direction; each array has a number per device, int32.
 
     Attributes:
-      input_offsets: Where the rows for each receiver start.
+      input_offsets: Where the rows for each receiver start in the buffer that this device sends.
       send_sizes: How many rows each receiver gets.
       output_offsets: Where these rows start in the buffer of the receiver.
       recv_sizes: How many rows come from each sender.
-      recv_offsets: Where these rows start in the buffer of this device.
+      recv_offsets: Where the rows of each sender start in the buffer that this device receives.
     """
 
     input_offsets: Any
@@ -140,7 +141,7 @@ def plan_routes(loads: Any, device: Any) -> tuple[ExpertRoute, ExpertRoute]:
 def serve_ragged(
     config: MoEConfig, exchange: Exchange, axes: tuple[str, ...], params: Any, rows: Any, load: Any
 ) -> Any:
-    """Send rows to their experts, run these, and return the results in the same order.
+    """Send rows to their experts, run the experts, and return the results in the order of `rows`.
 
     Args:
       config: The MoE layer.
@@ -166,7 +167,7 @@ def serve_ragged(
 
 
 def by_expert(counts: Any, rows: int) -> Any:
-    """Return the order that sorts a buffer by expert, with the free rows last.
+    """Return the order that sorts a buffer by expert, with the empty rows last.
 
     Args:
       counts: [senders, experts] int32. The buffer has the rows of sender 0, sorted by expert, then
@@ -197,7 +198,7 @@ def send(
       rows: [rows, embed].
       routes: There, and back.
       size: Rows of the result; those that no device sends are 0.
-      exchange: Which collective, and the most rows for one receiver.
+      exchange: The collective, and the largest number of rows for one receiver.
       axes: Mesh axes.
     """
     route = routes[0]
@@ -230,14 +231,14 @@ send.defvjp(_send, _send_back)
 
 
 def padded_all_to_all(rows: Any, empty: Any, route: ExpertRoute, axes: Any, *, most: int) -> Any:
-    """Do what `jax.lax.ragged_all_to_all` does, with an all-to-all of padded rows.
+    """Replace `jax.lax.ragged_all_to_all` by an all-to-all of padded rows.
 
     Args:
       rows: [rows, embed].
       empty: Buffer of the result.
       route: What is sent.
       axes: Mesh axes.
-      most: Most rows for one receiver.
+      most: Largest number of rows for one receiver.
     """
     step = jnp.arange(most, dtype=jnp.int32)
     # `is_sent` and `places` are [receivers, most].

@@ -1,7 +1,7 @@
 """The matmuls of the experts with their rows: over all slots, or over the filled ones.
 
-An expert of a dropless MoE layer has a slot for every token, and most slots are free. `padded`
-multiplies all slots. `ragged` moves the filled slots together and multiplies those, as one
+An expert of a dropless MoE layer has a slot for every token, and most slots are empty. `padded`
+multiplies all slots. `ragged` moves the filled slots together and multiplies only these, by one
 `jax.lax.ragged_dot` with a group of rows per expert.
 
 To add a matmul, write a function of `(config, weights, rows, most)`. Add the function to
@@ -29,7 +29,7 @@ class ExpertMatmul:
 
     Attributes:
       name: "padded" or "ragged".
-      why: The reason for it.
+      why: The reason for this choice.
       rows: Rows that all experts of the device multiply.
     """
 
@@ -70,7 +70,7 @@ def choose_matmul(
 
 
 def sorted_matmul(rows: int) -> ExpertMatmul:
-    """Return the matmul of rows that arrive without free slots."""
+    """Return the matmul of rows that arrive without empty slots."""
     return ExpertMatmul(name="ragged", why="the rows arrive sorted, without free slots", rows=rows)
 
 
@@ -81,7 +81,7 @@ def run_experts(config: MoEConfig, matmul: ExpertMatmul, params: Any, rows: Any)
       config: The MoE layer.
       matmul: As `choose_matmul` returns it.
       params: gate and up `[experts, embed, hidden]`, down `[experts, hidden, embed]`.
-      rows: `[experts, slots, embed]`. A free slot is 0.
+      rows: `[experts, slots, embed]`. An empty slot is 0.
 
     Returns:
       `[experts, slots, embed]`.
@@ -102,16 +102,17 @@ def _padded(config: MoEConfig, weights: list[Any], rows: Any, most: int) -> Any:
 
 
 def run_sorted(config: MoEConfig, params: Any, rows: Any, sizes: Any) -> Any:
-    """Run each expert on its rows, which follow each other.
+    """Run each expert on its rows. The rows of an expert are contiguous.
 
     Args:
       config: The MoE layer.
       params: As in `run_experts`.
-      rows: `[rows, embed]`, sorted by expert. Rows after the last expert's are not multiplied.
+      rows: `[rows, embed]`, sorted by expert. Rows after those of the last expert are not
+        multiplied.
       sizes: `[experts]` int32, the number of rows of each expert.
 
     Returns:
-      `[rows, embed]`. Rows after the last expert's have no meaning.
+      `[rows, embed]`. Rows after those of the last expert have no meaning.
     """
     rows, *weights = _jax.vary_together([rows, *_weights(params, rows.dtype)])
     return _grouped(config, weights, rows, sizes)

@@ -22,7 +22,7 @@ class Routes:
       weights: [tokens, per_token] float32.
       probabilities: [tokens, experts] float32, which sum to 1, for the balance loss; 0 for
         padding.
-      squares: [tokens] float32, log(sum(exp(logits))) ** 2, for the z-loss; likewise.
+      squares: [tokens] float32, log(sum(exp(logits))) ** 2, for the z-loss; 0 for padding.
     """
 
     experts: Any
@@ -76,16 +76,16 @@ def route(config: MoEConfig, router: Any, bias: Any, x: Any, is_token: Any = Non
 
 
 def shares(scores: Any, logs: Any) -> Any:
-    """Return scores divided by their sum over the last dim, also where all of them underflow.
+    """Return scores divided by their sum over the last dim, also where all scores underflow.
 
-    The sigmoid of -104 is 0 in float32, and 0 / 0 is NaN. Below about -44 the gradient has the
-    square of such a sum, which underflows too. Where the sum is below 2^-40, the same ratio is
-    computed from the logarithms. (DeepSeek-V3 adds 1e-20 to the sum, which gives weights near 0 in
-    this case.)
+    The sigmoid of -104 is 0 in float32, and 0 / 0 is NaN. The gradient divides by the square of the
+    sum, which underflows already for logits below about -44. So where the sum is below 2^-40, the
+    ratio is computed from the logarithms of the scores. (DeepSeek-V3 adds 1e-20 to the sum, which
+    gives weights near 0 in this case.)
 
     Args:
       scores: [tokens, n] float32, not negative.
-      logs: The logarithms of the scores, up to a summand per token.
+      logs: The logarithms of the scores, up to a constant per token.
     """
     total = scores.sum(-1, keepdims=True)
     is_tiny = total < 2.0**-40
@@ -97,8 +97,8 @@ def shares(scores: Any, logs: Any) -> Any:
 def _in_best_groups(config: MoEConfig, preferred: Any) -> Any:
     """Return the scores with -inf outside each token's best groups of experts.
 
-    A group's score is the sum of the scores of its two best experts
-    (DeepSeek-V3, arXiv:2412.19437, §2.1.2).
+    The score of a group is the sum of the scores of its two best experts (DeepSeek-V3,
+    arXiv:2412.19437, §2.1.2).
     """
     if config.top_groups == config.groups:
         return preferred
