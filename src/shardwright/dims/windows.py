@@ -12,11 +12,12 @@ class SlidingWindow:
 
     Attributes:
       size: Its number of elements.
-      stride: Elements of the operand between two windows.
+      stride: Distance between the starts of two windows, in elements, zeros of `spread` included.
       before: Padding before the first element; negative if elements are left out.
       after: Padding after the last element.
-      dilation: Elements of the operand between two elements of a window, plus 1.
-      spread: Zeros between two elements of the operand, plus 1.
+      dilation: Distance between two elements of a window, counted in the same way.
+      spread: Distance between two elements of the operand: 1, or more if zeros are put between
+        them.
     """
 
     size: int

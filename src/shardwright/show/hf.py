@@ -29,8 +29,8 @@ def checkpoint_text(
 
     Args:
       checkpoint: The checkpoint.
-      shardings: The sharding of each tensor, for its spec and the bytes of each device. By default,
-        the dtypes and the notes are shown in their place.
+      shardings: The sharding of each tensor. If given, the spec and the bytes per device of each
+        tensor are shown. By default, the dtypes and the notes are shown instead.
     """
     specs = checkpoint.specs
     axes = {name: describe(spec.axes) for name, spec in specs.items()}

@@ -61,7 +61,7 @@ def resolution_text(resolution: Resolution) -> str:
 
 
 def memory_text(rule: RuleRef) -> str:
-    """Return where an array lives, and the line that says so."""
+    """Return the memory in which an array lives, and the rule that puts it there."""
     return f"lives on the {rule.text}: {rule}"
 
 
