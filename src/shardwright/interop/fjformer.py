@@ -1,8 +1,8 @@
 """The names of fjformer's `partition_utils`, for code that uses them.
 
-They are trees of specs written by hand, trees by path, metrics, and per-call PRNG keys. `shard`,
-`match_paths` and `PartitionManager.shardings` do the same more strictly. The functions of this
-module let a code base migrate line by line.
+The functions constrain by specs written by hand, choose specs by path, move metrics to the host,
+and make PRNG keys per call. `shard`, `match_paths` and `PartitionManager.shardings` do the first
+two more strictly. With the functions of this module, a code base can migrate line by line.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
     Args:
       x: Arrays.
       partition_specs: A `PartitionSpec` or a tree of them. Each spec applies to all arrays below
-        its place.
+        its node in the tree.
 
     Raises:
       StrategyError: A leaf is not a spec.
@@ -219,7 +219,7 @@ def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
 
 
 def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Problem]) -> Any:
-    """Return the spec of a matched rule, or append the problems."""
+    """Return the spec of a matched rule; append to `problems` if there is none."""
     if not isinstance(matched, PartitionSpec):
         manager = context.require("match_partition_rules with semantic axes", method=False)
         # Call `explain` and not `resolve`, so that one error has the problems of all leaves.
@@ -246,7 +246,7 @@ def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> 
     gather function casts the array and returns all of its values as a NumPy array. If several
     processes hold the values, every process must call the function. `tree_apply(fns, tree)` calls
     all functions of a tree. The mesh is the current mesh when the functions are created. If there
-    is none with devices, it is the current mesh when a function is called.
+    is no mesh with devices then, a function uses the current mesh at its call.
 
     Args:
       partition_specs: A tree of `PartitionSpec`s, or of `NamedSharding`s, which have a mesh.
@@ -426,7 +426,7 @@ def named_tree_map(
 
 
 def tree_apply(fns: Any, tree: Any) -> Any:
-    """Call each function of one tree with the leaf at the same place of another.
+    """Call each function of a tree with the leaf at the same path of another tree.
 
     Raises:
       ValueError: The structures differ.

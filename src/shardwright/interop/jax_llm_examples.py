@@ -131,7 +131,7 @@ def rules(
       sizes: Name of a field -> size of its dims, for rules that depend on the size.
 
     Raises:
-      UnknownAxisError: The class has fields that are not in `names`; all are reported at once.
+      UnknownAxisError: The class has fields that are not in `names`. All are reported at once.
       ShapeRequiredError: A rule depends on a size that is not given.
     """
     check_names(names)

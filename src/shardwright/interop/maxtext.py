@@ -129,7 +129,7 @@ def to_strategy(
     additional key `replicated` lists names that no rule mentions.
 
     Args:
-      config: Path of a YAML file, or its content.
+      config: Path of a YAML file, or the content of the file.
       overrides: Keys and values that replace those of the file.
       names: MaxText's name -> (axis, role), such as `NAMES`. A name that is not listed becomes an
         axis of its own.
@@ -300,7 +300,7 @@ def _find(name: str, folder: Path | None) -> Path | None:
 
 
 def _axes(*layers: Mapping[str, Any]) -> list[str]:
-    """Return the mesh axes of the last file that names some."""
+    """Return the `mesh_axes` of the last file that has this key."""
     written = [layer["mesh_axes"] for layer in layers if "mesh_axes" in layer]
     is_list = bool(written) and isinstance(written[-1], (list, tuple))
     return [str(axis) for axis in written[-1]] if is_list else []
@@ -361,8 +361,8 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
 def _absent(merged: _MaxTextConfig, mesh: Mapping[str, int], notes: list[str]) -> dict[str, int]:
     """Return the mesh axes of MaxText that rules name and the mesh lacks, with size 1.
 
-    In MaxText, a dim can take such an axis, so that a later dim cannot. The spec then leaves it
-    out.
+    In MaxText, a dim can take such an axis, and a later dim then cannot take it. The axis is left
+    out of the spec only after that.
     """
     written = [rule[1] for rule in merged.rules if _name(rule)]
     # A value that is not the name of a mesh axis is reported later.

@@ -1,4 +1,4 @@
-"""A stack of equal layers: as one scan, or over the stages of a pipeline, as the strategy says."""
+"""A stack of equal layers, run as one scan, or in pipeline stages if the strategy has them."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ _ANY_SEQUENCE_AXIS = "sp"
 
 
 class AttentionSpecs(NamedTuple):
-    """The specs of attention's arrays, in the order that other code unpacks."""
+    """The specs of attention's arrays, in the order in which EasyDeL's code unpacks them."""
 
     query: PartitionSpec
     key: PartitionSpec
@@ -78,14 +78,14 @@ class AttentionMetadata:
         configuration, else to float32.
       runtime_softmax_dtype: Must have at most 32 bits; softmax is always float32. Defaults to
         `attn_softmax_dtype` of the configuration, else to float32.
-      sequence_axis_name: The mesh axis over which the rules shard the sequence. Any other axis is
-        an error. The default, "sp", is not checked.
+      sequence_axis_name: The mesh axis over which the rules shard the sequence. Another axis than
+        that of the rules is an error. The default, "sp", is not checked.
       mesh: Defaults to that of the ambient manager, else to the ambient mesh.
       platform: Must equal `backend`, which is the default.
       backend: "cpu", "gpu" or "tpu". Defaults to the current one.
       partition_axis: Rules as attributes. Defaults to `PartitionAxis()`.
-      partition_manager: Rules and mesh. Defaults to a manager of `partition_axis` and `mesh` if one
-        of them is given, else to the ambient manager.
+      partition_manager: Rules and mesh. By default, a manager of `partition_axis` and `mesh` if one
+        of the two is given, else the ambient manager.
       base_config: The configuration of a model: any object with attributes.
       scan_ring_attention: Run ring attention as a `lax.scan` instead of unrolled. Defaults to True.
       softmax_scale: Factor of the logits. None means `1 / sqrt(head_dim)`.
@@ -256,7 +256,7 @@ class AttentionMetadata:
             1 of the bias or the mask is not sharded. An unknown size counts as divisible.
 
         Raises:
-          ShapeRequiredError: The spec of an axis depends on an unknown size.
+          ShapeRequiredError: The sharding of an axis depends on its size, which is unknown.
           AttentionError: The specs of q, k and v do not fit together.
         """
         mode = parse_mode(mode)
@@ -304,7 +304,7 @@ class AttentionMetadata:
         }
 
     def _size(self, axis: str, known: Mapping[str, int], mode: str) -> Any:
-        """Return the size of an axis, or a size that divides if the size is unknown."""
+        """Return the size of an axis; if unknown, a size that every number of shards divides."""
         if axis in known:
             return known[axis]
         # raises an error if the axis needs a size to be sharded
@@ -322,7 +322,7 @@ class AttentionMetadata:
         return spec
 
     def options(self, keywords: Mapping[str, Any]) -> Options:
-        """Return the options of a call. The metadata has those that are missing."""
+        """Return the options of a call. Options that the call lacks are taken from the metadata."""
         options = read_options(keywords)
         manager = self.partition_manager if options.manager is None else options.manager
         mode = manager.mode if options.mode is None else options.mode
@@ -350,7 +350,7 @@ class AttentionMetadata:
     def replace(self, **changes: Any) -> AttentionMetadata:
         """Return a copy with some attributes changed.
 
-        With another mesh or `partition_axis`, the copy has another manager.
+        If the mesh or `partition_axis` changes, the copy has a new manager.
         """
         # Without this, the copy would keep a manager of the old mesh and rules.
         if {"mesh", "partition_axis"} & set(changes):
@@ -370,7 +370,8 @@ class AttentionMetadata:
         """Return JSON text, without the configuration; `kwargs` go to `json.dumps`.
 
         Raises:
-          AttentionError: The manager does not come from `partition_axis`.
+          AttentionError: The manager has other rules than those of `partition_axis`, and JSON would
+            lose these.
         """
         # A strategy from a file has more than `partition_axis`. JSON would lose the rest.
         if self.partition_manager != PartitionManager(self.partition_axis, mesh=self.mesh):
@@ -487,9 +488,9 @@ def create_stable_sharding(
 
     Args:
       manager: Has the mesh of the specs.
-      state_ps: The spec to start from.
+      state_ps: The original spec.
       preserved_indices: Dims to keep; a dim past the end of the spec is replicated. None keeps all.
-      clone_ps: Spec from which the entries of these dims are taken. Defaults to `state_ps`.
+      clone_ps: Spec from which the entries of the kept dims are taken. Defaults to `state_ps`.
       dep: If None, the result is None.
       tensor: Array to whose shape the spec is fitted. A dim that does not divide is replicated, and
         entries of dims that the array does not have are dropped.

@@ -45,17 +45,18 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
 
     - New tokens are written by one scatter on each shard. No shard gathers the cache.
     - Tokens beyond the capacity are not written. Outside `jit` the call raises an error. Inside
-      `jit` nothing is written, the index stays, `cache_refused` has the code, and the mask hides
-      every key.
+      `jit` nothing is written, the index does not change, `cache_refused` has the code of the
+      refusal, and the mask hides every key.
     - A quantized cache rounds new rows only. Rows in the cache are not rounded again.
     - The mask of the cache is always merged with the caller's mask, as bool; True means attend.
     - The strategy decides the sharding of the cache. No mesh axis is written into the code.
 
     Attributes:
-      config: Has `quantize_kv_cache` and `use_sharded_kv_caching`. If the latter is true, the
-        ambient manager shards the cache in its own mode. If that mode is neither decode nor insert,
-        the cache is sharded in decode. Without a manager, the cache is sharded by
-        `config.partition_axis`, by default `PartitionAxis()`, on the mesh of `config.jax_mesh()`.
+      config: Has `quantize_kv_cache` and `use_sharded_kv_caching`. If `use_sharded_kv_caching` is
+        true, the ambient manager shards the cache in the manager's mode. If that mode is neither
+        decode nor insert, the cache is sharded in the mode decode. Without a manager, the cache is
+        sharded by `config.partition_axis`, by default `PartitionAxis()`, on the mesh of
+        `config.jax_mesh()`.
     """
 
     config: Any
@@ -81,7 +82,8 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
 
         Raises:
           LayerError: The shapes do not fit together.
-          CacheError: Keys and values do not fit the cache; or, outside `jit`, they exceed it.
+          CacheError: The shapes of keys and values do not fit the cache. Or, outside `jit`, there
+            are more tokens than the cache has rows left.
         """
         # As in `flax.linen.MultiHeadDotProductAttention`, the first call sets the capacity.
         initialized = self.has_variable("cache", "cached_key")
@@ -222,7 +224,7 @@ def _mask(mask: Any, *, batch: int, q_length: int, capacity: int) -> Any:
 
 @contextlib.contextmanager
 def _manager(config: Any) -> Iterator[str | None]:
-    """Yield the mode of the cache, or None if the configuration does not shard the cache.
+    """Yield the mode in which the cache is sharded, or None if the configuration does not shard it.
 
     If no manager is ambient, enter one of the configuration's `partition_axis` and mesh.
     """

@@ -88,7 +88,7 @@ class AttentionImpl(abc.ABC):
 
     @classmethod
     def value(cls) -> Implementation:
-        """Return the implementation as the library uses it."""
+        """Return the `attention.Implementation` of this class."""
         name, *aliases = impl_names(cls)
         return Implementation(
             name=name,
@@ -161,7 +161,7 @@ class AttentionImpl(abc.ABC):
 
     @staticmethod
     def _split_attention_mask(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the queries that see a key, and the keys that a query sees, as bool arrays.
+        """Return which queries see any key, and which keys any query sees, as bool arrays.
 
         The mask has the shape `[..., q, kv]`.
         """
@@ -224,7 +224,7 @@ class AttentionRegistry:
 
     @classmethod
     def get(cls, name: str) -> type[AttentionImpl]:
-        """Return the class of a name. An implementation of the library is wrapped in a class.
+        """Return the class of a name. An implementation of shardwright is wrapped in a class.
 
         Raises:
           AttentionError: (a ValueError) The name is unknown; the message suggests another.
@@ -250,7 +250,7 @@ def _source(cls: type) -> tuple[str, str]:
 # One class for each implementation, so that `get` returns the same class each time.
 @functools.cache
 def _class_of(implementation: Implementation) -> type[AttentionImpl]:
-    """Return a class that wraps an implementation of the library."""
+    """Return a class that wraps an implementation of shardwright."""
 
     class Wrapped(AttentionImpl):
         takes_scales = implementation.takes_scales

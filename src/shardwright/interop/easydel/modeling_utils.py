@@ -25,8 +25,8 @@ names_in_mesh = current_mesh_has
 def get_gradient_checkpoint_policy(name: str) -> Callable[..., Any]:
     """Return the policy of `jax.checkpoint_policies` with this name.
 
-    Pass it to `jax.checkpoint(f, policy=...)`. The names that begin with `save_` are factories:
-    call the result with names, or with two policies, to get the policy.
+    Pass it to `jax.checkpoint(f, policy=...)`. Names that begin with `save_` give factories. Call
+    the factory with names, or with two policies, to get the policy.
 
     Raises:
       LayerError: The name is unknown. (It is a ValueError.)
@@ -117,10 +117,10 @@ def rotate_half(x: jax.Array) -> jax.Array:
 def apply_rotary_pos_emb(tensor: jax.Array, sin_: jax.Array, cos_: jax.Array) -> jax.Array:
     """Rotate `[batch, heads, length, head_dim]` by tables (Su et al. 2021).
 
-    The tables are cut to the length of the tensor. Row i of a table rotates row i of the tensor.
-    For a permuted sequence, or one that continues a cache, gather the tables by position first. For
-    tensors `[batch, length, heads, head_dim]`, as the attention of this package takes them, use
-    `layers.rope`.
+    The tables are cut to the length of the tensor. Row i of a table rotates row i of the tensor. So
+    for a permuted sequence, or for one that continues a cache, gather the rows of the tables by
+    position first. For tensors `[batch, length, heads, head_dim]`, as the attention of this package
+    takes them, use `layers.rope`.
 
     Args:
       tensor: Queries or keys, `[batch, heads, length, head_dim]`. The dim order of `layers.rope` is

@@ -12,9 +12,9 @@ longer sums are added as floats.
 
 Training is straight-through (Bengio et al., arXiv:1308.3432): the derivative of rounding is the
 identity. The backward dots use integers too. The gradient of x is dot(g * y.scale, y.value), where
-g * y.scale is quantized over the contracted dims of this dot. So the forward pass keeps 8-bit
-operands, and no operand is quantized twice. Gradients are rounded to nearest too, not
-stochastically: the same step gives the same bits.
+g * y.scale is quantized over the contracted dims of this dot. So the backward pass reuses the 8-bit
+operands of the forward pass, and no operand is quantized twice. Gradients are also rounded to
+nearest, not stochastically, so that the same step gives the same bits.
 
 If a contracted dim is sharded, there is one all-reduce of int32 sums (as many bytes as float32),
 and one all-reduce of the scales of each operand.
@@ -58,9 +58,10 @@ def check_bits(bits: object) -> int:
 def quantize(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantized:
     """Quantize a float array. Elements along the `shared` dims have one scale.
 
-    The integers are int8 for any number of bits: fewer bits are coarser, not smaller. The scales
-    are float32 (float64 for float64), with size 1 along the shared dims. If a value is not finite,
-    the scale of its channel is not finite either, and neither is any result computed from it.
+    The integers are int8 for any number of bits: with fewer bits they are coarser, but take as much
+    memory. The scales are float32 (float64 for float64), with size 1 along the shared dims. If a
+    value is not finite, the scale of its channel is not finite either, and neither is any result
+    computed from it.
 
     Args:
       x: Floats.
@@ -91,7 +92,10 @@ def quantize(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantized:
 
 
 def _wide(dtype: Any) -> Any:
-    """Return the dtype of scales. JAX does not choose it: it does not promote floats of 8 bits."""
+    """Return the dtype of scales.
+
+    JAX cannot choose it, because it does not promote 8-bit floats.
+    """
     return jnp.dtype(dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32)
 
 
@@ -183,8 +187,8 @@ class _DotCall:
       dtype: Dtype of the result.
       dtypes: Dtypes of the operands; None for a quantized operand.
       out_sharding: Sharding of the result.
-      specs: Entries of the specs of the operands over Explicit axes, else None. The
-        gradients must have them too.
+      specs: Entries of the specs of the operands over Explicit axes, else None. The gradients must
+        have the same specs.
     """
 
     dims: _DotDims

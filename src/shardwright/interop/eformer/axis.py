@@ -49,8 +49,8 @@ class RegisteredAxis:
 
     Attributes:
       name: The name as registered, not its canonical form.
-      axis_rule: An attribute of `PartitionAxis`, an axis (of which this one is an alias), a mesh
-        axis, a tuple of those, or None to replicate.
+      axis_rule: An attribute of `PartitionAxis`, another axis (the new axis is then an alias of
+        it), a mesh axis, a tuple of these, or None to replicate.
       generation_axis_rule: The rule for decode and insert. `NOT_GIVEN` derives it from `axis_rule`.
     """
 
@@ -70,7 +70,10 @@ class _Process:
 
 
 def registered_axes() -> Registered:
-    """Return the axes that are registered now. A manager takes this snapshot when it is built."""
+    """Return the axes that are registered now.
+
+    A manager keeps this snapshot from the time when it is built.
+    """
     return tuple(_Process.axes.values())
 
 
@@ -80,9 +83,9 @@ class PartitionAxis(Attributes):
     """Rules as attributes. Reading an attribute returns its mesh axes.
 
     A value is a mesh axis, a tuple of mesh axes (one dim over several), a parallelism axis such as
-    `TP`, or a rule such as `"tp | -"`. None replicates, also in a `decode_*` attribute. The default
-    is `NOT_GIVEN`; a `decode_*` attribute then takes the value of its base. The `decode_*`
-    attributes also apply to insert.
+    `TP`, or a rule such as `"tp | -"`. None replicates. This also holds for a `decode_*` attribute.
+    The default is `NOT_GIVEN`; a `decode_*` attribute then takes the value of its base. The
+    `decode_*` attributes also apply to insert.
 
     >>> PartitionAxis(tensor_parallel_axis="model").head_axis
     'model'
@@ -294,9 +297,10 @@ class PartitionAxis(Attributes):
         )
 
     def resolve_axis(self, axes: Sequence[Any], mode: str) -> list[Any]:
-        """Return the mesh axes of each entry, independent of any mesh.
+        """Return the mesh axes of each entry by the rules alone, without a mesh.
 
-        The mesh axes are None, a name or a tuple. For a list of axes they are a list.
+        The mesh axes of an entry are None, a name or a tuple. If the entry is a list of axes, they
+        are a list.
 
         Raises:
           UnknownAxisError, StrategyError: An axis or the mode is unknown.

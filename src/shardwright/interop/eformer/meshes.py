@@ -56,12 +56,13 @@ def create_mesh(
     """Build a mesh. This starts the backend.
 
     Args:
-      axis_dims: Total sizes in mesh order, slices included. One may be -1.
+      axis_dims: Sizes of the mesh axes, in the order of the mesh. Each includes the part that
+        crosses slices. One size may be -1.
       axis_names: Names of the axes.
       dcn_mesh_dims: The part of each axis that crosses slices.
       should_sort_granules_by_key: Must be True; slices are always sorted.
-      allow_split_physical_axes: Must be True; an axis of the torus is split if there is no other
-        way.
+      allow_split_physical_axes: Must be True: an axis of the torus is split if the mesh does not
+        fit otherwise.
       backend: Platform. Defaults to JAX's default.
       use_jax: Has no effect; axes are Auto unless `axis_types` says otherwise.
       axis_types: "auto", "explicit" or "manual" for all axes, or one per name.

@@ -114,9 +114,10 @@ def _factored_moments(variables: Any, names: Names) -> Mapping[str, Any]:
 def arrays(tree: Any) -> Any:
     """Return a tree without boxes, and without a constraint on the arrays that were in them.
 
-    In `rules`, `nn.unbox` constrains each value by the names of its box. In the state of an
-    optimizer, moments with other dims than their parameter have the parameter's box too, and do not
-    fit it. Use this function in a function whose `out_shardings` place the state.
+    In `rules`, `nn.unbox` constrains each value by the names of its box. But in the state of an
+    optimizer, a moment may have fewer dims than its parameter and still have the box of the
+    parameter, whose names do not fit the moment. Use this function in a function whose
+    `out_shardings` place the state.
 
     Args:
       tree: What `model.init` returns, a `TrainState`, or any other tree.

@@ -17,7 +17,7 @@ from flax.core import meta
 
 
 def kernels_unflattened() -> contextlib.AbstractContextManager[None]:
-    """Enter a context in which `nn.DenseGeneral` constrains its parameters only in full shape."""
+    """Enter a context in which `nn.DenseGeneral` constrains only the reshaped parameters."""
     context: contextlib.AbstractContextManager[None] = nn.intercept_methods(_intercept)
     return context
 

@@ -163,7 +163,7 @@ def mappings(
     """Return the axis mappings that have the rules of a manager.
 
     A mapping has one entry per name and no fallbacks: the first mesh axes that fit. If two dims of
-    an array then have the same mesh axis, haliax raises an error.
+    an array then have one mesh axis in common, haliax raises an error.
 
     Args:
       pm: The manager.

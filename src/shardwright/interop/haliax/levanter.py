@@ -289,8 +289,8 @@ def _read_mesh(
 
     Args:
       given: Its content.
-      overrides: Path of keys below `trainer.mesh` -> value, which replaces that of `given`.
-      places: Path of keys below it -> where it is written.
+      overrides: Path of keys below `trainer.mesh` -> value, which replaces the value of `given`.
+      places: Path of keys below `trainer.mesh` -> where the value is written.
       source: Name of the configuration.
 
     Raises:
@@ -342,7 +342,7 @@ def _read_mesh(
 
 
 def _sizes(table: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int], list[str]]:
-    """Return the sizes of all mesh axes, those across slices, and notes.
+    """Return the sizes of all mesh axes, the sizes across slices, and notes.
 
     Raises:
       StrategyError: More than one size is -1, or a mesh axis is in both tables.

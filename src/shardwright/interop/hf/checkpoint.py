@@ -61,8 +61,8 @@ class Checkpoint:
       config: The content of `config.json`.
       specs: Shape, dtype and axes of each tensor, by its name.
       sources: Where each tensor is.
-      notes: Differences from the files, one line each.
-      unpadded: The stored shape of each tensor that is padded, by its name. It is `shapes` of
+      notes: How the arrays differ from the files, one line each.
+      unpadded: The stored shape of each tensor that is padded, by its name. Pass it as `shapes` to
         `checkpoint.export_safetensors`.
     """
 
@@ -175,15 +175,15 @@ def read(
       dtype: Dtype of the weights that are stored as floats of 16 bits or more. Defaults to the
         stored one.
       axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
-        is found in a name applies, also if the family has that tensor.
+        is found in a name applies, even if the table of the family has that tensor.
       stack_experts: Stack the experts of a layer, which are one tensor each in safetensors files,
         into one array with the axis EXPERT. The name of the stack has no expert number.
       stack_layers: Stack each tensor of all layers into one array with the leading axis LAYERS, for
         `jax.lax.scan`. The name of the stack has no layer number. The patterns and annotations of
-        `axes` are still those of the tensors of one layer.
+        `axes` still describe the tensors of one layer.
       pad_vocab: Append rows of zeros to each dim VOCAB up to a multiple of this number, such as
-        128. The logits of these rows are 0: pass `vocab=` to `loss.logits` and
-        `loss.cross_entropy`, which hide them.
+        128. The logits of these rows are 0. To hide them, pass `vocab=` to `loss.logits` and
+        `loss.cross_entropy`.
 
     Raises:
       CheckpointError: Files are missing or truncated, tensors are missing or unknown, or their

@@ -1,4 +1,4 @@
-"""The sizes of the dims of tensors, from `config.json` and from the defaults of its class.
+"""The sizes of tensors' dims, from `config.json` and the defaults of its configuration class.
 
 In a nested configuration, such as `text_config`, Hugging Face leaves out values that equal the
 default of the class. `transformers` 5.24 has these defaults, in `CONFIG_MAPPING[family]`.
@@ -60,8 +60,8 @@ class Config:
       values: The content of the file.
       source: Name of the file.
       error: Class of the error that a wrong value raises.
-      dtypes: Dtypes of the decoder that is made of it.
-      capacity: Capacity factor of its experts. None: no token is dropped.
+      dtypes: Dtypes of the decoder that is made of the configuration.
+      capacity: Capacity factor of the experts of the decoder. None: no token is dropped.
     """
 
     values: Mapping[str, Any]
@@ -103,7 +103,7 @@ class Config:
         return value
 
     def real(self, key: str, given: Any = None) -> float | None:
-        """Return a positive number: `given`, or the value of the key; None if both are absent."""
+        """Return `given` or the value of the key, a positive number; None if both are absent."""
         value = self.values.get(key) if given is None else given
         if value is None:
             return None
@@ -136,7 +136,7 @@ class Config:
 
 
 def block_of(config: Config) -> tuple[int, ...]:
-    """Return the sizes of the blocks of weights that share a scale; none if there are no blocks.
+    """Return the sizes of a block of weights that shares a scale; empty if there are no blocks.
 
     Raises:
       CheckpointError: They are not positive integers.
@@ -345,7 +345,7 @@ def complete(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
 
     A nested `text_config` may leave out values that equal class defaults. It also leaves out values
     of the outer configuration: dtype, quantization and tied embeddings. `text_config` wins over the
-    outer configuration, which wins over the class default. If nothing is nested, sizes are
+    outer configuration, which wins over the class default. Without a `text_config`, sizes are
     required.
 
     Raises:

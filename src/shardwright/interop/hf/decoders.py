@@ -1,7 +1,8 @@
 """A decoder with the weights of a checkpoint: its parameters, and the function that serves it.
 
-A linear layer of a checkpoint is [out, in], and its heads are one dim. The axes of the tensor and
-of the parameter show how to split and order its dims, so no table of transpositions is needed.
+A linear layer of a checkpoint is [out, in], and heads and head_dim are merged into one dim. The
+axes of the tensor and of the parameter show how to split and order the dims, so no table of
+transpositions is needed.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ class LoadedDecoder:
           valid: `[batch, length]` bool, False for padding.
 
         Raises:
-          StrategyError: The logits would not be those of the model, or no cache keeps what its
-            attention needs.
+          StrategyError: The logits of the decoder would differ from those of the model, or no cache
+            can keep what its attention needs.
         """
         self._check_served()
         return Decoder(self.config, remat="none").logits(params, tokens, caches, valid)
@@ -148,8 +149,8 @@ def decoder(
 
     Args:
       folder: Folder with `config.json` and safetensors files.
-      param: Dtype of stored parameters, with matmuls in bfloat16. Defaults to the configuration's
-        dtype for both.
+      param: Dtype of stored parameters; matmuls are then in bfloat16. By default, both have the
+        dtype of the configuration.
 
     Raises:
       CheckpointError: As `read` raises it, or the decoder has another set of parameters than the
@@ -180,9 +181,9 @@ class Arranged(ChangedSource):
 
     Attributes:
       source: The tensor.
-      split: Sizes of the dims that each of its dims becomes.
-      starts: Where the result starts in each of these dims.
-      order: Dim of the result -> one of these dims.
+      split: For each dim of the source, the sizes of the dims that it is split into.
+      starts: Where the result starts in each split dim.
+      order: Dim of the result -> split dim.
       shape: Shape of the result.
     """
 
@@ -192,7 +193,7 @@ class Arranged(ChangedSource):
     shape: tuple[int, ...]
 
     def read(self, bounds: Bounds) -> np.ndarray[Any, Any]:
-        """Read one piece. If inner dims are cut, whole rows of them are read first."""
+        """Read one piece. If an inner dim of the piece is cut, its whole rows are read first."""
         # Map the dims of the result to the split dims, in which they may be cut.
         ranges = [(0, 0)] * len(self.order)
         for (start, stop), dim in zip(bounds, self.order, strict=True):
@@ -214,7 +215,7 @@ class Arranged(ChangedSource):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Zeros:
-    """A parameter that the model does not have: a bias that adds nothing."""
+    """A bias of zeros, for a parameter of the decoder that the checkpoint does not have."""
 
     name: str
     shape: tuple[int, ...]
@@ -237,8 +238,8 @@ def arrange(
       specs: Path of each parameter -> its spec.
 
     Raises:
-      CheckpointError: A parameter has no tensor, or one of another size or without floats, or a
-        tensor belongs to no parameter. All are reported at once.
+      CheckpointError: A parameter has no tensor, or its tensor has another size or no floats. Or a
+        tensor belongs to no parameter. All problems are reported at once.
     """
     family = tensors_of(checkpoint.config)
     prefix = (

@@ -34,11 +34,11 @@ class Tensors:
 
     Attributes:
       name: Name of the family.
-      prefix: Start of the names in a model with a head, except those of the head. In a model
-        without a head, names lack it.
-      layers: Start of the names of a layer, after the prefix.
+      prefix: Prefix of the names of all tensors except the head, in a model with a head. In a model
+        without a head, no name has this prefix.
+      layers: Start of the names of the tensors of a layer, after the prefix.
       whole: Tensors outside the layers.
-      layer: Tensors of a layer that are not part of a choice.
+      layer: Tensors of a layer that every kind of layer has.
       choices: Kinds of attention, and kinds of feed-forward blocks; a layer has one of each.
       parameters: Path of a parameter of the decoder, in its layer -> the names of its tensors,
         which are stacked if there are several. `a | b` is a, or b if a is absent.
@@ -349,7 +349,7 @@ class Family:
     """One family of models.
 
     Attributes:
-      tensors: The tensors of its checkpoints. None: they cannot be read.
+      tensors: The tensors of its checkpoints. None: checkpoints of this family cannot be read.
       read: Function that returns the sizes of its decoder. None if there is no decoder for this
         family.
     """

@@ -47,7 +47,7 @@ def annotate(tree: Any, config: Mapping[str, Any], *, axes: Mapping[str, Any] | 
         stack has no number.
       config: The content of `config.json`.
       axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
-        is found in a name applies, also if the family has that tensor.
+        is found in a name applies, even if the table of the family has that tensor.
 
     Raises:
       CheckpointError: Tensors are unknown, or their shapes differ from the configuration. All are
@@ -148,7 +148,7 @@ _NUMBERED: Final = re.compile(r"(?<=experts\.)\d+\.")
 
 
 def limited(problems: list[Problem]) -> list[Problem]:
-    """Return the first problems, and how many there are besides."""
+    """Return the first problems, and one that gives the number of the others."""
     more = len(problems) - MOST_PROBLEMS
     if more <= 1:
         return problems
@@ -286,8 +286,9 @@ class NameTable:
     def required(self, present: set[str]) -> Iterator[str]:
         """Yield the names of the tensors that the checkpoint must have.
 
-        The kind of attention and of MLP in a layer is the kind with the most tensors present. If
-        one layer has an optional tensor, such as a bias, all layers of this kind must have it.
+        A layer is taken to have the kind of attention and the kind of MLP of which most tensors are
+        present. If one layer has an optional tensor, such as a bias, all layers of this kind must
+        have it.
         """
         family = self.family
         prefix = family.prefix if any(name.startswith(family.prefix) for name in present) else ""

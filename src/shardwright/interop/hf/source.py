@@ -1,6 +1,6 @@
 """Tensors of safetensors files, which are read piece by piece, and put on their devices.
 
-Headers are read first, then slices of tensors. A file that changes in between is noticed.
+Headers are read first, then slices of tensors. If a file changes in between, an error is raised.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StackedSource:
-    """Tensors of one shape as one tensor with a leading dim, such as the experts of a layer.
+    """A stack of tensors of one shape, such as the experts of a layer, as one tensor.
 
     Attributes:
       name: Its name.
@@ -115,7 +115,10 @@ class StackedSource:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedSource:
-    """A tensor in a file with other dims. A subclass has `shape` and `read`."""
+    """A tensor in a file, read with other dims than in the file.
+
+    A subclass has `shape` and `read`.
+    """
 
     source: Source
 
@@ -195,7 +198,8 @@ def cast(name: str, piece: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, 
 def place(name: str, source: Source, dtype: Any, sharding: NamedSharding) -> jax.Array:
     """Return a tensor as an array of this sharding.
 
-    A piece that several devices hold is read once. It is released before the next one is read.
+    A piece that several devices hold is read once. The piece is released before the next one is
+    read.
 
     Raises:
       MeshSpecError: The mesh is abstract.
@@ -224,7 +228,7 @@ def place(name: str, source: Source, dtype: Any, sharding: NamedSharding) -> jax
 
 
 def put(piece: np.ndarray[Any, Any], target: SingleDeviceSharding) -> jax.Array:
-    """Put a piece on a device. A CPU device may keep it instead of copying it."""
+    """Put a piece on a device. A CPU device may use the memory of the piece instead of a copy."""
     array: jax.Array = jax.device_put(piece, target)
     return array
 
@@ -420,7 +424,9 @@ class FileVersion:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}", fix=fix) from error
 
     def check(self) -> None:
-        """Check that the file is still this version. A process that reads past its end is killed.
+        """Check that the file is still this version.
+
+        A read past the end of a mapped file would kill the process.
 
         Raises:
           CheckpointError: The file was replaced, changed or removed.

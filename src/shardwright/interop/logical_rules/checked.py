@@ -51,16 +51,18 @@ _PLACE = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedTable:
-    """A table that a bridge gives to another library. It is a part of JAX's cache keys.
+    """A table that a bridge gives to another library.
 
-    The manager is not in it, because JAX's caches would keep the manager alive.
+    The table is a part of JAX's cache keys. It does not hold the manager, because JAX's caches
+    would keep the manager alive.
 
     Attributes:
       library: The library.
-      table: Name -> mesh axes, as the library has it.
+      table: Name -> mesh axes, in the form that the library takes.
       names: Name -> (axis, role), or an axis, for all names of the model.
       mesh: Mesh axis -> size.
-      sizes: Each name of `sizes=`, with its size and the possible numbers of shards under its rule.
+      sizes: The names that `sizes=` has, each with its size and with the numbers of shards that its
+        rule may give.
     """
 
     library: Library
@@ -92,7 +94,8 @@ class CheckedTable:
         Raises:
           UnknownAxisError: Names are not those of the model; all are reported at once.
           IndivisibleError: A size is not a multiple of the number of shards.
-          StrategyError: The table was made for another size of a name.
+          StrategyError: `sizes=` gave another size for a name than the array has, and the size
+            changes its mesh axes.
         """
         known, model = {*known}, dict(self.names)
         problems: list[Problem] = []
@@ -114,9 +117,9 @@ class CheckedTable:
     ) -> ShardingError | None:
         """Return the error to raise if a size does not fit the mesh axes of its name, or None.
 
-        A table of another library has no fallbacks, so a size that does not divide is an error.
-        Another size than that of the table is an error too, if the strategy shards it in another
-        way.
+        A table of another library has no fallbacks, so a size that does not divide is an error. If
+        the size is not the one that the table was made for, and the strategy shards the two sizes
+        in different ways, it is an error too.
         """
         mesh, axes = dict(self.mesh), entry_names(entry)
         shards = math.prod(mesh[axis] for axis in axes)
@@ -141,7 +144,7 @@ class CheckedTable:
         return None
 
     def _resolve(self, shape: Sequence[Any], dim: int, name: str) -> None:
-        """Raise the error of the resolver, unless the rule has a fallback, which nnx cannot use."""
+        """Raise the error of the resolver. It has none if the rule has a fallback, unlike nnx."""
         target, manager = dict(self.names).get(name), context.current()
         if target is not None and manager is not None:
             axis, role = (target, Role.PARAM) if isinstance(target, str) else target
@@ -190,7 +193,7 @@ def checked(
 
 
 def _wrap(module: Any, function: str, library: Library, check: Callable[..., None]) -> None:
-    """Wrap a function of a library, once: `check` gets the table and the same arguments."""
+    """Wrap a function of a library, once. `check` gets the table and the function's arguments."""
     original: Any = getattr(module, function)
     # An earlier call has wrapped this function, perhaps before this module was reloaded.
     if getattr(original, "checks_shardwright_table", False):

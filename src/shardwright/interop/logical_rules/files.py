@@ -21,8 +21,8 @@ _MOST_VALUES = 1_000_000
 def read_rules(path: Path) -> tuple[list[Any], list[str]]:
     """Read a file of rules, and return them with the place of each.
 
-    A file is a list of pairs, or has one under `logical_axis_rules`. Names that it lists under
-    `replicated` follow, as rules without mesh axes.
+    A file is a list of pairs, or has one under `logical_axis_rules`. Names that the file lists
+    under `replicated` are appended, as rules without mesh axes.
 
     Raises:
       StrategyError: The file cannot be read, is neither YAML nor JSON, or has no list of rules.
@@ -50,8 +50,8 @@ def read_rules(path: Path) -> tuple[list[Any], list[str]]:
 def read_replicated(values: Mapping[str, Any], rules: Sequence[Any], place: str) -> list[Any]:
     """Return a rule without mesh axes for each name under `replicated`.
 
-    A model may have names that no rule mentions, and libraries of flax replicate them. The file
-    must list them, because such a name may also be misspelled.
+    A model may have names that no rule mentions, and libraries on flax replicate them. A misspelled
+    name looks the same, so the file must list the names that are replicated on purpose.
 
     Raises:
       StrategyError: The value is not a list of names, or one of them has a rule.
@@ -145,10 +145,10 @@ def _parsed(path: Path, loader_type: Any) -> tuple[Any, Any]:
 
 
 def _size(root: Any) -> int:
-    """Return the number of values of a YAML document with its aliases replaced by their values.
+    """Return the number of values of a YAML document if each alias is replaced by its values.
 
-    300 bytes of aliases of aliases can mean 9^9 values. They are few values in memory, but a print
-    of the document writes all of them. A value that contains itself counts as too many.
+    300 bytes of aliases of aliases can mean 9^9 values. In memory, aliased values are shared, but a
+    print of the document writes all of them. A value that contains itself counts as too many.
     """
     sizes: dict[int, int] = {}
 

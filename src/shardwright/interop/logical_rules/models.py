@@ -71,13 +71,13 @@ def annotate_boxes(
       tree: The tree.
       names: Name in the model -> (axis, role), or an axis for both roles.
       is_box: Whether a node is a box.
-      value_of: Function that returns the content of a box, or any other leaf unchanged. The
-        optimizer state of a box may have several arrays in its place, such as the two factors of a
-        moment.
+      value_of: Function that returns the content of a box, or any other leaf unchanged. In the
+        state of an optimizer, the content of a box may be several arrays, such as the two factors
+        of a moment.
       axes_of: Function of a leaf, its path, a list of problems and a shape. It returns the
         annotation of an array of this shape in the leaf, or appends a problem.
       is_named: Whether a leaf has names.
-      moments: Path -> annotation, for arrays whose boxes have the names of other dims.
+      moments: Path -> annotation, for arrays whose boxes have the names of their parameter's dims.
       fix: What to do if no leaf has names.
 
     Raises:
@@ -108,7 +108,7 @@ def annotate_boxes(
 
 
 def by_name(problems: Sequence[Problem]) -> list[Problem]:
-    """Return one problem for each name that `axis_of` did not find, with its number of arrays."""
+    """Return one problem for each unknown name, with the number of arrays that have it."""
     places: dict[str, set[str]] = {}
     for problem in problems:
         places.setdefault(problem.what, set()).add(problem.path)
@@ -132,7 +132,7 @@ def check_used(names: Names, *, is_named: bool, arrays: Any, fix: str) -> None:
       fix: What to do.
 
     Raises:
-      StrategyError: There are names, and the model has none.
+      StrategyError: The caller gives names, and no array of the model has any.
     """
     # Scalars have no dims to name.
     if names and not is_named and any(np.ndim(leaf) for leaf in jax.tree.leaves(arrays)):

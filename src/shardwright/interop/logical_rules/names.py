@@ -112,7 +112,7 @@ def read_names(
     Args:
       names: Name -> (axis, role), or an axis for both roles. None maps nothing.
       own_axes: Axes besides those of the vocabulary.
-      declare: How to declare the user's own axis, as the last words of a message.
+      declare: The last words of a message, which say how to declare an axis of the user.
       are_imported: Whether `embed` may be mapped to `logical_embed`, as an import without `names`
         does.
 
@@ -173,8 +173,8 @@ def plain_name(name: str) -> str:
 def axis_of(name: Any, names: Names, place: str, problems: list[Problem]) -> str:
     """Return the axis of a name of another library; `EMPTY` for None. Bridges use it.
 
-    UNCONSTRAINED is `EMPTY` too, because a stored array has a sharding, and no dim is left to the
-    compiler. A name that is not in `names`, or is not text, becomes a problem at `place`.
+    UNCONSTRAINED becomes `EMPTY` too: a stored array has a fixed sharding, so no dim can be left to
+    the compiler. A name that is not in `names`, or is not text, becomes a problem at `place`.
     """
     if name is None or name is PartitionSpec.UNCONSTRAINED:
         return EMPTY
@@ -200,7 +200,10 @@ def entry_of(entry: Any, names: Names, place: str, problems: list[Problem]) -> A
 
 
 def names_of_metadata(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the names in the metadata of a variable of nnx, under the key of any flax version."""
+    """Return the names in the metadata of an nnx variable.
+
+    The key of the names depends on the version of flax.
+    """
     sharding = next((metadata[key] for key in _KEYS if metadata.get(key)), ())
     if not isinstance(sharding, (tuple, list, PartitionSpec)):
         # The value is a NamedSharding of names, or a Format that holds one.

@@ -96,7 +96,7 @@ def _ranked_rules(
 def _warn_of_conflicts(
     pm: PartitionManager, names: Names, exported: Sequence[tuple[str, MeshAxes]]
 ) -> None:
-    """Warn of names that share a mesh axis, and that one activation probably has."""
+    """Warn of names that share a mesh axis and that probably occur in one activation."""
     first: dict[str, tuple[str, ...]] = {}
     for name, axes in exported:
         # Leave out mesh axes of size 1, because to share such an axis changes nothing.
@@ -140,8 +140,8 @@ def one_rule_each(
 ) -> dict[str, MeshAxes]:
     """Return the mesh axes of each name, for libraries that have one rule per name.
 
-    Only the first rule of a name is used. Later rules apply after a conflict, and such a library
-    cannot express that.
+    Only the first rule of a name is used. Later rules would apply after a conflict, but such a
+    library has no second rule.
 
     Args:
       pm: The manager.
@@ -191,7 +191,7 @@ def _chain(
 ) -> tuple[list[MeshAxes], list[Any]]:
     """Return the mesh axes of each rule of one name, and the ranks of the rules.
 
-    Ranks exist only under `order = "rules"`, and not for a fallback at the end. A list has no
+    Rules have ranks only under `order = "rules"`. A fallback at the end has no rank. A list has no
     sizes, so a candidate is left out if its shards do not divide the size.
     """
     rule, policy = _rule(pm, axis, role), pm.rules.policy
@@ -244,7 +244,8 @@ def _chain(
 def candidate_shards(pm: PartitionManager, name: str, target: Any) -> tuple[int, ...]:
     """Return each number of shards that the rule of a name may give to a dim.
 
-    Two sizes have the same mesh axes if both or neither are multiples of each of these numbers.
+    Two sizes get the same mesh axes if, for each of these numbers, both or neither of the sizes are
+    multiples of it.
     """
     rule, policy = _rule(pm, *_exported(pm, name, target)), pm.rules.policy
     candidates = [

@@ -79,8 +79,8 @@ def to_strategy(
       semantics: "flax": rules apply in their order, and a rule is skipped if its mesh axis is
         already used. "nnx": the last rule of a name applies, a conflict is an error, and mesh axes
         may be used as names. "strict": each name has one rule, and a conflict is an error.
-      modes: Names that are used in one mode only -> (the name that other modes use, mode). Such a
-        name becomes the rule of the other name in that mode.
+      modes: Names that are used in one mode only -> (the name that other modes use, mode). The rule
+        of such a name becomes the rule of the other name in that mode.
       source: Where the rules are written: one text, or one for each rule. `explain` shows it.
       own_axes: Axes of your own that `names` maps to. The strategy declares them.
 
@@ -275,7 +275,7 @@ def _one_each(pairs: Sequence[_Pair], semantics: Semantics, notes: list[str]) ->
 def _replaced(
     pairs: Sequence[_Pair], names: Names, modes: Modes, notes: list[str]
 ) -> dict[str, tuple[str, str]]:
-    """Return the names that become rules of a mode: name -> (name in other modes, mode)."""
+    """Return the names whose rules become rules of a mode: name -> (name in other modes, mode)."""
     known = {pair.name for pair in pairs}
     replaced: dict[str, tuple[str, str]] = {}
     for name, (other, mode) in modes.items():
@@ -380,7 +380,7 @@ def _between(
     second: Sequence[_Pair],
     targets: Mapping[str, Any],
 ) -> _Pair | None:
-    """Return a rule of another axis that is between two chains and uses their mesh axes."""
+    """Return a rule of another axis that is between the rules of two names, and uses their axes."""
     places = {id(pair): at for at, pair in enumerate(pairs)}
     for one, other in zip(first, second, strict=False):
         # Only a rule between these two rules can take a mesh axis after the first one and before
@@ -396,7 +396,7 @@ def _between(
 def _table(
     pairs: Sequence[_Pair], targets: Mapping[str, Any], role: Role
 ) -> list[tuple[str, _Pair]]:
-    """Return the whole list for one role, since the order of all rules matters.
+    """Return the whole list for one role, because the order among all rules matters.
 
     Names of the other role are left out if their axis also has a name of this role.
     """

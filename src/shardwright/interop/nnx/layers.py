@@ -97,7 +97,7 @@ class _Block(_Parameters):
 
 
 def _stream(rngs: Any, name: str) -> Any:
-    """Return a random stream of `rngs`.
+    """Return the random stream of this name in `rngs`.
 
     Raises:
       LayerError: `rngs` has neither a stream of this name nor a default one.
@@ -177,7 +177,7 @@ class Dense(_Block):
 
         Args:
           x: `[..., *inputs]`.
-          out: Annotation of the result. Without one, the compiler decides how it is sharded.
+          out: Annotation of the result. Without it, the compiler decides how the result is sharded.
         """
         specs = dense.specs(self.inputs, self.outputs, bias=self.has_bias, dtypes=self.dtypes)
         params = use(_read(self, specs), specs, path=self.path)
@@ -193,7 +193,7 @@ class Dense(_Block):
 
 
 class Embedding(_Block):
-    """Token embeddings. `table` is their parameter, which a tied output projection uses too.
+    """Token embeddings. `table` is the parameter, which a tied output projection uses too.
 
     Args:
       vocab: Number of tokens.
@@ -219,17 +219,17 @@ class Embedding(_Block):
         self.dtypes = dtypes
 
     def __call__(self, tokens: Any) -> Any:
-        """Return the residual of `tokens`, `[batch, length]`."""
+        """Return the embeddings of `tokens`, `[batch, length]`."""
         path = None if self.path is None else f"{self.path}/table"
         return embedding.apply(self.table.get_value(), tokens, dtypes=self.dtypes, path=path)
 
 
 class Dropout(Module):  # type: ignore[misc]
-    """Dropout with the same mask on every mesh.
+    """Dropout whose mask does not depend on the mesh.
 
     Args:
       rate: Probability of dropping an element.
-      shared: Dims along which the mask is the same.
+      shared: Dims along which all elements share one mask value.
       rngs: Random streams; each call takes a key of `dropout`.
     """
 
@@ -410,7 +410,8 @@ class Transformer(_Block):
 
         Args:
           kind: Kind of the caches.
-          state: `StackState` of training, whose biases and scales each layer takes over, or None.
+          state: `StackState` of training, or None. Each layer takes its biases and scales from this
+            state.
           **options: As in `transformer_block.init_caches`.
         """
         caches = transformer_block.init_caches(self.config, kind, **options)

@@ -1,6 +1,7 @@
-"""`transformer_engine.jax.cpp_extensions`, which programs import and often do not use.
+"""Stand-ins for `transformer_engine.jax.cpp_extensions`, which programs often only import.
 
-TransformerEngine's primitives call CUDA. The layers of `flax` compute the same.
+The primitives of TransformerEngine call CUDA, so they are not provided. The layers of `flax`
+compute the same results.
 """
 
 import functools

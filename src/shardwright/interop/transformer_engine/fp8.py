@@ -1,8 +1,8 @@
-"""The quantized matmul with TransformerEngine's contract: a state's gradient is the new state.
+"""The quantized matmul as in TransformerEngine: the "gradient" of a state is the new state.
 
-The state of a matmul is the collection `fp8_metas`: a scale and a history of largest values for
-its input (`x`), its kernel and the gradient of its result (`grad`). Its gradient is the new state.
-Do not average this gradient, and do not pass it to an optimizer:
+The state of a matmul is the collection `fp8_metas`: a scale and a history of largest values for its
+input (`x`), its kernel and the gradient of its result (`grad`). The gradient of the collection is
+the new state. Do not average this gradient, and do not pass it to an optimizer:
 
     grads = jax.grad(loss)(variables)
     variables["fp8_metas"] = grads["fp8_metas"]
@@ -59,7 +59,8 @@ def quantized_dense(
       recipe: The recipe.
       contract: Number of dims that are contracted.
       name: Name of the kernel, for messages.
-      shards: Mesh axes of `x` and of the kernel, as their logical names say. They are only checked.
+      shards: Mesh axes of `x` and of the kernel, as their logical names say. They are used only to
+        check the sizes of blocks.
 
     Raises:
       LayerError: The recipe has blocks, and a device's part of a contracted dim is not a multiple
@@ -157,7 +158,8 @@ def update_fp8_metas(state: Any) -> Any:
     A state in the new layout needs no update, because its gradient is the new state.
 
     Args:
-      state: Nested mappings with such leaves; other leaves stay as they are. It is not changed.
+      state: Nested mappings with leaves of these names. Other leaves are returned unchanged.
+        `state` itself is not changed.
 
     Raises:
       LayerError: The state has the new layout, `..._amax_history`, or neither layout. Or a shape

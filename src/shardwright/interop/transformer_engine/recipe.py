@@ -69,7 +69,7 @@ class MXFP8BlockScaling:
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4BlockScaling:
-    """Four bits in blocks of 16. Entering it is an error."""
+    """Four bits in blocks of 16. This recipe cannot be entered: it raises an error."""
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
@@ -158,9 +158,9 @@ def autocast(
 ) -> Iterator[None]:
     """Set the recipe and the `MeshResource` of this thread, and restore both on exit.
 
-    Both are part of jit's cache key, so a jitted function is traced again under other ones. If
-    enabled, the matmuls of the modules run in fp8 on every platform. A platform without
-    fp8 units computes them in wider floats.
+    Both are part of jit's cache key, so a jitted function is traced again under another recipe or
+    `MeshResource`. If enabled, the matmuls of the modules run in fp8 on every platform. A platform
+    without fp8 units computes them in wider floats.
 
     Args:
       enabled: Whether to compute in fp8.

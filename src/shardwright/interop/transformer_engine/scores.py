@@ -28,7 +28,7 @@ class SoftmaxFusionType(enum.Enum):
 
 
 class AttnSoftmaxType(enum.Enum):
-    """Which term the denominator of the softmax has besides the logits.
+    """Which term is added to the denominator of the softmax.
 
     Nothing, one logit of 0, or one learned logit per head.
     """
@@ -46,8 +46,8 @@ def softmax(logits: Any, hidden: Any = None, *, offset: Any = None) -> Any:
     Args:
       logits: `[batch, heads, q_length, kv_length]`.
       hidden: Bool, which broadcasts to the logits: the pairs that get 0.
-      offset: A logit that joins the denominator, and gets no weight: a number, or an array that
-        broadcasts to the logits.
+      offset: A logit that is added to the denominator only: a number, or an array that broadcasts
+        to the logits.
     """
     visible = None if hidden is None else ~hidden
     if offset is None:

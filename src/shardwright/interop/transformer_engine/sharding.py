@@ -1,7 +1,7 @@
 """Logical axis names of TransformerEngine, and which mesh axes they stand for.
 
-The first of these that is set maps names to mesh axes: flax's logical axis rules, an ambient
-`PartitionManager` (through `NAMES`), a `MeshResource`.
+Names are mapped to mesh axes by the first of these that is set: flax's logical axis rules, an
+ambient `PartitionManager` (through `NAMES`), a `MeshResource`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class MeshResource:
       tpsp_resource: Tensor parallelism that also shards the sequence. Set it or `tp_resource`.
       fsdp_resource: Batch and weights. If its mesh axis has more than one device, the batch is
         sharded over it instead of over `dp_resource`.
-      pp_resource: Stages of layers. The scales of fp8 are those of each stage.
+      pp_resource: Stages of layers. Each stage has its own fp8 scales.
       cp_resource: The sequence in attention.
       ep_resource: Experts.
     """
@@ -119,7 +119,8 @@ def current_settings() -> AutocastSettings:
 def settings_entered(settings: AutocastSettings) -> Iterator[None]:
     """Set the settings of this thread, and restore the earlier ones on exit.
 
-    They are part of jit's cache key: a jitted function is traced again under other ones.
+    The settings are part of jit's cache key: a jitted function is traced again under other
+    settings.
     """
     resource: Any = settings.resource
     if not isinstance(resource, MeshResource | None):
@@ -223,7 +224,7 @@ def mesh_axes_of_names() -> dict[str, str | None]:
 def extend_logical_axis_rules(
     rules: Iterable[tuple[str, str | None]],
 ) -> tuple[tuple[str, str | None], ...]:
-    """Return rules, followed by a rule for each of TransformerEngine's names that they lack.
+    """Return `rules`, followed by a rule for each name of TransformerEngine that `rules` lacks.
 
     Without a mesh, the rules are returned as they are.
 
@@ -232,8 +233,8 @@ def extend_logical_axis_rules(
 
     Raises:
       StrategyError: A rule is not such a pair.
-      AxisConflictError: A rule gives another mesh axis to one of TransformerEngine's names, or a
-        second one.
+      AxisConflictError: A rule gives one of TransformerEngine's names another mesh axis than the
+        `MeshResource`, or a second mesh axis.
     """
     pairs: Any = tuple(tuple(rule) if isinstance(rule, Sequence) else rule for rule in rules)
     for rule in pairs:

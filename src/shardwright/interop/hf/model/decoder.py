@@ -1,7 +1,7 @@
-"""The reference decoder, which is planned in place of the model of a `config.json`.
+"""The reference decoder: plans use it in place of the model that a `config.json` describes.
 
 Training scans over the layers, with remat. Prefill and decode append to caches, layer by layer.
-Plans name lines of this file, so each part of a layer has a line of its own.
+Plans name lines of this file as places in the model, so each part of a layer has a line of its own.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def programs(
       sizes: Sizes of the decoder.
       batch: Sequences in all.
       length: Tokens of a sequence; in decode, rows of a cache.
-      remat: What the forward pass keeps: none, full, dots or blocks.
-      chunks: Number of parts that the loss is computed in. It divides the length.
+      remat: Remat policy: "none", "full", "dots" or "blocks".
+      chunks: Number of parts in which the loss is computed, one by one; it divides the length.
       repeats: As in `[pipeline]` of the strategy that trains.
 
     Raises:
@@ -127,7 +127,7 @@ def decoder_specs(sizes: Sizes, *, stacked: bool, repeats: int = 1) -> dict[str,
 
 
 class Decoder:
-    """The decoder of some sizes, under a remat policy."""
+    """The decoder of the given sizes, under a remat policy."""
 
     def __init__(self, sizes: Sizes, remat: str, chunks: int = 1, repeats: int = 1) -> None:
         self.sizes = sizes
@@ -196,7 +196,7 @@ class Decoder:
         return x
 
     def trip(self, stack: Stack, trees: list[Any], x: Any, _: LayerInputs) -> tuple[Any, None]:
-        """Return the residual after a pattern that is scanned."""
+        """Return the residual after a scan over repeats of a pattern of layers."""
         return self.trained(stack, x, trees)
 
     def trained(
@@ -216,7 +216,7 @@ class Decoder:
         return self.layer(stack, number, w, checkpoint_name(x, "residual"))[0]
 
     def start(self, params: Any, tokens: Any) -> Any:
-        """Return the residual of tokens."""
+        """Return the embeddings of tokens."""
         x = embedding.apply(params["embedding"], tokens, dtypes=self.sizes.dtypes)
         scale = self.sizes.embed_scale
         # The original model rounds the factor to the dtype of the residual.
@@ -228,7 +228,7 @@ class Decoder:
         return norm.apply(self.sizes.norm, use(params["norm"], own), x)
 
     def head(self, params: Any) -> Any:
-        """Return the output projection, or the table in its place."""
+        """Return the output projection, or the embedding table if both are tied."""
         return params["embedding" if self.sizes.tied else "head"]
 
     def train_step(self, params: Any, moments: Any, tokens: Any) -> tuple[Any, Any]:
@@ -294,7 +294,7 @@ class Decoder:
         return x, written
 
     def numbered(self) -> list[tuple[Stack, int]]:
-        """Return the stack of each layer, and its number in the stack."""
+        """Return the stack of each layer, and the number of the layer in the stack."""
         return [(stack, number) for stack in self.sizes.stacks for number in range(stack.layers)]
 
     def logits(
@@ -315,7 +315,7 @@ class Decoder:
         )
 
     def last_logits(self, params: Any, x: Any) -> Any:
-        """Return the logits of the last token, whose length of 1 is not sharded."""
+        """Return the logits of the last token. Its dim of length 1 is not sharded."""
         # Only the last token gets logits, so the norm and the matmul skip all others.
         x = self.end(params, place(x[:, -1:], (BATCH, EMPTY, EMBED)))
         tied, dtype = self.sizes.tied, self.sizes.dtypes.compute
@@ -393,7 +393,7 @@ class Decoder:
 
 
 def _rule_of_layers() -> str:
-    """Return the rule that stores layers, and where it is written."""
+    """Return the text and the place of the rule that shards stored layers."""
     manager = context.current()
     if manager is None:
         return ""

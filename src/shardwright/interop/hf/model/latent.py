@@ -1,8 +1,9 @@
 """Multi-head latent attention, of DeepSeek-V2 and V3, for the reference decoder.
 
 Keys and values of all heads are projections of one latent vector per token (arXiv:2405.04434).
-Without a cache they are computed from it. With a cache only the latent is kept, and the matmuls
-move to the queries and to the output, so that all heads read one row per token.
+Without a cache, keys and values are computed from the latent. With a cache, only the latent is
+kept: its projections are applied to the queries and to the output instead, so that all heads read
+one row per token.
 """
 
 from __future__ import annotations
@@ -148,10 +149,10 @@ def apply(
 
 
 def positions_of(x: Any) -> jax.Array:
-    """Return positions that depend on `x`, so that a trace computes masks inside of each layer.
+    """Return positions that depend on `x`, so that a trace computes masks inside each layer.
 
-    JAX moves computations that do not depend on parameters out of a layer with remat. It would keep
-    the masks of blockwise attention for all layers, with as many bytes as the logits.
+    JAX moves computations that do not depend on parameters out of a layer with remat. Masks of
+    blockwise attention would so be kept for all layers, with as many bytes as the logits.
     """
     positions, _ = jax.lax.optimization_barrier((jnp.arange(x.shape[1]), x))
     return jnp.broadcast_to(positions, x.shape[:2])

@@ -27,11 +27,12 @@ class Stack:
 
     Attributes:
       layers: Number of layers.
-      attention: Attention of each.
-      mlp: MLP or MoE layer of each.
+      attention: Attention of each layer, except what `pattern` changes.
+      mlp: MLP or MoE layer of each layer.
       norm_after: The norm that follows the attention and the MLP, as in Gemma 2 and 3.
       router_bias: Whether the router picks experts by scores plus biases, as in DeepSeek-V3.
-      pattern: Attention of the first layers, if it differs in window or `rope_theta`. It repeats.
+      pattern: Attention of each layer in a pattern that repeats, if layers differ in window or
+        `rope_theta`. Else empty.
     """
 
     layers: int
@@ -47,7 +48,7 @@ class Stack:
         return len(self.pattern) or 1
 
     def attention_of(self, number: int) -> AttentionConfig | LatentConfig:
-        """Return the attention of a layer, counted in this stack."""
+        """Return the attention of a layer, given its number in this stack."""
         # The parameters of all layers are alike; windows and angles are not parameters.
         return self.pattern[number % self.period] if self.pattern else self.attention
 
@@ -68,7 +69,7 @@ class Sizes:
       embed_scale: Factor of the embedding, as in Gemma.
       softcap: c in `c * tanh(logits / c)`. None for none.
       notes: What was assumed, and where the decoder differs from the model.
-      differs: Notes that say why its logits differ from the model's.
+      differs: Notes that say why the logits of the decoder differ from those of the model.
     """
 
     family: str
@@ -94,10 +95,10 @@ def _norm(config: Config) -> NormConfig:
 
 
 def _activations(config: Config) -> tuple[str, str]:
-    """Return the activations of the gate and of the other up projection.
+    """Return the activations of the two up projections, the gate first.
 
     Raises:
-      StrategyError: The activation of the gate is not one of these.
+      StrategyError: The activation of the gate is not one that the decoder has.
     """
     is_gemma = config.family.startswith("gemma")
     name = config.text("hidden_act")
@@ -208,7 +209,7 @@ _LONGEST_PERIOD: Final = 8
 
 
 def _with_patterns(config: Config, stack: Stack, differs: list[str]) -> tuple[Stack, ...]:
-    """Give layers their windows and rotary frequencies, and append why logits differ.
+    """Give layers their windows and rotary frequencies; append to `differs` why logits differ.
 
     Kinds of layers that alternate become one stack with a pattern. If they come in few long runs,
     each run is a stack.
@@ -280,9 +281,10 @@ def _layer_types(config: Config, layers: int) -> list[str]:
 def _rope(config: Config, kind: str, head_dim: int, differs: list[str]) -> float | RopeFrequencies:
     """Return the rotary frequencies of a kind of layer.
 
-    `rope_parameters` is the newer name of `rope_scaling` and `rope_theta`. It may have a mapping
-    for each kind of layer. If the type of scaling is unknown, or a value is missing, only the base
-    is returned, with a note in `differs`. A plan does not depend on the angles.
+    `rope_parameters` is the newer name of `rope_scaling` and `rope_theta`. `rope_parameters` may
+    have one mapping for each kind of layer. If the type of scaling is unknown, or a value is
+    missing, only the base is returned, with a note in `differs`. A plan does not depend on the
+    angles.
     """
     values = config.values
     scaling = {**config.mapping("rope_scaling"), **config.mapping("rope_parameters")}

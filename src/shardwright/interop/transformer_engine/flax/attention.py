@@ -113,8 +113,9 @@ class DotProductAttention(Module):  # type: ignore[misc]
       num_attention_heads: Heads of queries.
       num_gqa_groups: Heads of keys and values. Defaults to `num_attention_heads`.
       attention_dropout: Probability of dropping a weight.
-      attn_mask_type: "no_mask", "padding", "causal", "padding_causal", or one of the last two with
-        "_bottom_right" appended: the last query is then at the last key.
+      attn_mask_type: "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right" or
+        "padding_causal_bottom_right". With "bottom_right", the last query is at the position of the
+        last key.
       attn_bias_type: "no_bias", "pre_scale_bias" or "post_scale_bias". Defaults to
         "post_scale_bias" if there is a bias.
       dtype: Deprecated. Attention runs in the dtype of the inputs.
@@ -245,7 +246,7 @@ def _only_mask(descriptor: Any, mask: Any) -> Any:
 
 
 def _check_dtypes(dtype: Any, arrays: Any) -> None:
-    """Check that query, key and value have one dtype, and that of the deprecated field."""
+    """Check that query, key and value have one dtype; if the field `dtype` is given, this dtype."""
     own = {each.dtype for each in arrays}
     if len(own) > 1 or (dtype is not None and jnp.dtype(dtype) not in own):
         raise AttentionError(
@@ -266,7 +267,7 @@ def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any
     """Append keys and values to the cache, and return all of them with a full mask.
 
     The first call creates the cache and writes nothing. The length of its keys is the length of the
-    cache. `cache_index` counts the tokens that later calls write.
+    cache. `cache_index` is the number of tokens that later calls have written.
 
     Args:
       module: A `MultiHeadAttention`.

@@ -40,7 +40,10 @@ from shardwright.interop.transformer_engine.sharding import (
 
 
 class TransformerLayerType(enum.Enum):
-    """Whether a layer is an encoder's or a decoder's. A decoder's also attends to the encoder."""
+    """Whether a layer is one of an encoder or of a decoder.
+
+    A decoder layer also attends to the encoder.
+    """
 
     ENCODER = "encoder"
     DECODER = "decoder"
@@ -75,11 +78,11 @@ def attention_of(
 def cross_attention_of(
     layer: Any, inputs: tuple[Any, Any], mask: Any, *, start: Any
 ) -> tuple[MultiHeadAttention, Any]:
-    """Create the attention of a decoder to the encoder, and return its mask.
+    """Create the attention of a decoder to the encoder; return the module and its mask.
 
     Args:
       layer: The layer.
-      inputs: Of the layer, and the output of the encoder.
+      inputs: Input of the layer, and output of the encoder.
       mask: Where it is 1, a pair is hidden.
       start: Position of the first query, None if the layer does not decode.
     """
@@ -201,7 +204,7 @@ def check(layer: Any, x: Any, encoded: Any, decode: bool) -> None:
     """Check the fields of a layer against its inputs.
 
     Raises:
-      LayerError: They contradict each other.
+      LayerError: Fields and inputs contradict each other.
       RankMismatchError: The inputs do not have three dims.
     """
     kind, heads, size = layer.layer_type, layer.num_attention_heads, layer.hidden_size
@@ -235,10 +238,10 @@ class TransformerLayer(Module):  # type: ignore[misc]
       layernorm_epsilon: `epsilon` of `LayerNorm`.
       zero_centered_gamma: As in `LayerNorm`.
       hidden_dropout: Probability of dropping an element before it is added to the residual.
-      hidden_dropout_dims: Dims along which that mask is the same.
+      hidden_dropout_dims: Dims along which all elements share one value of that mask.
       attention_dropout: As in `DotProductAttention`.
       intermediate_dropout: Probability of dropping a hidden element of the MLP.
-      intermediate_dropout_dims: Dims along which that mask is the same.
+      intermediate_dropout_dims: Dims along which all elements share one value of that mask.
       dropout_rng_name: Name of the random stream of every dropout.
       mha_kernel_init: Initializer of the kernels of attention. Defaults to that of
         `MultiHeadAttention`.
@@ -248,7 +251,7 @@ class TransformerLayer(Module):  # type: ignore[misc]
       use_bias: Whether matmuls have biases.
       bias_init: Initializer of the biases.
       apply_residual_connection_post_layernorm: Whether the outputs of the norms are the residuals.
-      output_layernorm: Whether the norm is after the layer, not before its attention.
+      output_layernorm: Whether the norm is at the end of the layer instead of before its attention.
       float32_attention_logits: As `float32_logits` in `DotProductAttention`.
       layer_type: Encoder or decoder.
       self_attn_mask_type: As `attn_mask_type` in `DotProductAttention`.

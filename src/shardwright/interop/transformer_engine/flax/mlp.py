@@ -60,11 +60,11 @@ def activations_of(activations: Any) -> tuple[str | Callable[[Any], Any], ...]:
 
 
 def exchanges_gradients(module: Any, activations: tuple[Any, ...]) -> bool:
-    """Tell whether the states of the two gradients are stored under each other's names.
+    """Tell whether the fp8 states of the two matmuls' gradients have swapped names.
 
-    TransformerEngine swaps them if it fuses norm, matmuls and activation: `grad_0` then belongs to
-    the gradient of the second matmul. This module does the same, so that the states of checkpoints
-    have the same meaning.
+    TransformerEngine swaps the names if it fuses norm, matmuls and activation: `grad_0` is then the
+    state of the second matmul's gradient. This module does the same, so that the states of
+    checkpoints have the same meaning.
     """
     return (
         module.enable_layernorm
@@ -129,7 +129,7 @@ class LayerNormMLP(Module):  # type: ignore[misc]
       bias_axes_1: Logical names of `wi_bias`.
       bias_axes_2: Logical names of `wo_bias`.
       return_layernorm_output: Whether the second result is the output of the norm.
-      activations: Names, or functions; their results are multiplied.
+      activations: Names, or functions. The results of the activations are multiplied.
       activation_params: Constants of the clamped activations: limit, alpha, glu_linear_offset.
       intermediate_dropout_rng_name: Name of the random stream of dropout.
       intermediate_dropout_rate: Probability of dropping a hidden element.

@@ -109,7 +109,7 @@ def check_inputs(path: str, x: Any, *, rank: int | None = None) -> None:
 
 
 class Dropout(Module):  # type: ignore[misc]
-    """`layers.dropout` with a key of the module's own path, so that masks equal TE's.
+    """`layers.dropout` with a key of the module's own path, so that masks are those of TE.
 
     Attributes:
       rate: Probability of dropping an element.
@@ -154,7 +154,7 @@ def matmul(
       axes: Logical names of `x` and of the kernel; Nones if they have none.
       name: Name of the kernel, for messages.
       postfix: Suffix that distinguishes the matmuls of one module.
-      grad_postfix: The same for the gradient of the result. Defaults to `postfix`.
+      grad_postfix: Suffix for the gradient of the result. Defaults to `postfix`.
     """
     # Read the recipe in each call: a module is not bound to the recipe under which it was created.
     recipe = current_recipe()
@@ -289,7 +289,7 @@ class Softmax(Module):  # type: ignore[misc]
     Attributes:
       scale_factor: Factor of the logits after the bias is added.
       softmax_fusion_type: Which mask is applied: none, the given one, or a causal one.
-      softmax_type: Which term the denominator has besides the logits.
+      softmax_type: Which term is added to the denominator of the softmax.
     """
 
     scale_factor: float = 1.0
@@ -335,7 +335,7 @@ class Softmax(Module):  # type: ignore[misc]
 
 
 def low_rank(x: Any, a: Any, b: Any, *, contract: int, alpha: float | None) -> jax.Array:
-    """Return what an adaptation adds: `x A B * (alpha / rank)`, one A and B per inner feature.
+    """Return what LoRA adds: `x A B * (alpha / rank)`, with one A and B per inner feature.
 
     Args:
       x: `[..., *inputs]`.

@@ -84,8 +84,8 @@ _CHANGED = (
 def parse_policy(policy: Policy | str | None) -> Policy:
     """Return a policy, or the policy of a preset.
 
-    None means the policy of the ambient manager. Without a manager it means the default policy:
-    that of the environment variable `SHARDWRIGHT_EFORMER_POLICY`, or else the strict one.
+    None means the policy of the ambient manager. Without a manager, it means the policy that the
+    environment variable `SHARDWRIGHT_EFORMER_POLICY` names, or else the strict policy.
 
     Raises:
       StrategyError: The preset is unknown.
@@ -266,8 +266,8 @@ def match_partition_rules(
       tree: Arrays, or anything else with a shape.
       min_size: Arrays with fewer elements are replicated. None reads the environment variable
         MIN_SHARDING_SIZE, which defaults to 16384.
-      strict: Check ranks, and replicate scalars and small arrays whatever rule matches them. False
-        uses the spec of the rule without any check.
+      strict: Whether to check ranks, and to replicate scalars and small arrays whatever rule
+        matches them. If False, the spec of the rule is used without any check.
       policy: A policy with `rank = "fit"`, such as `"eformer"`, cuts a spec longer than its array.
         Defaults to the policy of the ambient manager, else to an error.
 

@@ -287,13 +287,13 @@ def _absent(value: Any) -> bool:
 
 
 def read_request(axes: Any, mode: Any, dynamic_axes: Any) -> tuple[Any, str | None]:
-    """Return the annotation of a call, and the mode if it is a name.
+    """Return the annotation of a call, and its mode if the mode is a name.
 
     A list or a class becomes an instance of a layout. A mode that is an index becomes the mode of
     the layout.
 
     Raises:
-      StrategyError: There is no annotation, or there are two.
+      StrategyError: The call has no annotation, or it has two: `axes` and `dynamic_axes`.
     """
     if _absent(axes) == _absent(dynamic_axes):
         what = (
