@@ -90,19 +90,19 @@ class AttentionConfig:
       softcap: c in `c * tanh(logits / c)`. Defaults to none.
       scale: Factor of the logits. Defaults to `1 / sqrt(head_dim)`.
       rope_theta: Base of the rotary frequencies, or the frequencies of `layers.rope_frequencies`.
-        None for no rotary positions.
+        None: no rotary positions.
       sinks: Whether each head has a sink: a learned logit that takes part in the softmax but has no
         value.
-      norm: The norm before the block. None for none.
-      qk_norm: The norm of each head of queries and keys, applied before the rotary embedding. None
-        for none.
+      norm: The norm before the block, or None.
+      qk_norm: The norm of each head of queries and keys, applied before the rotary embedding, or
+        None.
       bias: Whether the projections have biases.
       dropout: Probability of dropping an attention weight, if `keys` has a dropout key.
       init: Initializer of the kernels. Defaults to that of `dense.specs`.
       dtypes: Dtypes of the parameters, matmuls, result and cache.
-      recipe: How the projections are computed in fp8: an `fp8.Recipe` or its name.
-        None for not at all. The matmuls of queries, keys and values are never in fp8.
-      lora: Low-rank adaptation of the four projections. None for none.
+      recipe: How the projections are computed in fp8: an `fp8.Recipe` or its name. None: not in
+        fp8. The matmuls of queries, keys and values are never in fp8.
+      lora: Low-rank adaptation of the four projections, or None.
 
     Raises:
       LayerError: A size, rate or option is not valid, or the sizes do not fit each other.
@@ -477,7 +477,8 @@ def check_cross(config: AttentionConfig, path: str) -> None:
     """Check that a config fits cross-attention.
 
     Raises:
-      LayerError: It compares positions of different sequences, or has delayed scaling.
+      LayerError: The config compares positions of two different sequences, by causality, window or
+        rotation. Or it has delayed scaling.
     """
     options = {"causal": False, "window": None, "rope_theta": None}
     refuse(

@@ -287,7 +287,7 @@ def _sums(values: Any, labels: Any, ignore: int) -> tuple[jax.Array, jax.Array, 
 
 
 def _by_chunks(sums: Any, x: Any, labels: Any, weight: Any, chunks: int) -> Any:
-    """Add the sums of one chunk after the other.
+    """Compute the sums chunk by chunk, and add them.
 
     Chunk i has the tokens whose position modulo `chunks` is i. So each shard of the length has a
     part of every chunk, and no tokens are sent.

@@ -55,7 +55,7 @@ class Microbatches:
     def split(self, x: Any) -> Any:
         """Reshape an array [B, ...] to [S, q, rows of a microbatch, ...].
 
-        An array that is the same for all rows, `[1, ...]` or a scalar, is repeated for each
+        An array that has one value for all rows, `[1, ...]` or a scalar, is repeated for each
         microbatch.
         """
         if x.shape[:1] != (self.batch,):

@@ -43,15 +43,15 @@ class MlpConfig:
       activations: One name per up projection. The results of the activations are multiplied. See
         `activation`.
       clamp: Constants of the clamped activations.
-      norm: The norm before the block. None for none.
+      norm: The norm before the block, or None.
       bias: Whether the matmuls have biases.
       dropout: Probability of dropping a hidden element, if `keys` has a dropout key.
-      dropout_shared: Dims of `[batch, length, hidden]` along which the dropout mask is the same.
+      dropout_shared: Dims of `[batch, length, hidden]` along which all elements share one value of
+        the dropout mask.
       init: Initializer of the kernels. Defaults to that of `dense.specs`.
       dtypes: Dtypes of the parameters, matmuls and result.
-      recipe: How the matmuls are computed in fp8: an `fp8.Recipe` or its name. None
-        for not at all.
-      lora: Low-rank adaptation of both matmuls. None for none.
+      recipe: How the matmuls are computed in fp8: an `fp8.Recipe` or its name. None: not in fp8.
+      lora: Low-rank adaptation of both matmuls, or None.
 
     Raises:
       LayerError: A size, name, rate or option is not valid.
@@ -132,7 +132,7 @@ def apply(
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
 
     Raises:
-      LayerError: The parameters are not those of the config, or a name in `keys` is unknown.
+      LayerError: The parameters do not match the config, or a name in `keys` is unknown.
       RankMismatchError: `x` is not `[batch, length, embed]`.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """

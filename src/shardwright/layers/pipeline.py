@@ -57,16 +57,17 @@ def pipeline(
         layer returns a new one.
       specs: Their `ArraySpec`s, of `stack_specs(..., repeats=)`.
       keys: JAX keys, or None.
-      rows: Tree of arrays `[batch, ...]` that layers read, such as positions and segment ids; or
-        `[1, ...]`, if all rows have the same. Each stage holds the whole arrays.
+      rows: Tree of arrays `[batch, ...]` that layers read, such as positions and segment ids. If
+        all rows have equal values, an array may be `[1, ...]`. Each stage holds the whole arrays.
       streamed: Tree of larger arrays `[batch, ...]` that layers read, such as the output of an
         encoder. These arrays are sent from stage to stage together with x.
       per_layer: Tree of arrays `[layers, ...]`. Layer i reads entry i of each.
       path: Path of `params` in the model, required for `gather = "once"` and `by_row` under a
         strategy with `[[tensors]]` entries.
-      by_row: Whether a layer computes each row of x from the same row of its inputs, without random
-        numbers, and its outputs do not depend on rows. Then each shard of a microbatch adds its own
-        gradients of weights, and they are summed over these shards once, after the last tick.
+      by_row: True says that a layer computes each row of x from the same row of its inputs, without
+        random numbers, and that its outputs do not depend on rows. Then each shard of a microbatch
+        adds up its own gradients of weights, and these sums are reduced over the shards once, after
+        the last tick.
 
     Returns:
       (x, outputs). The outputs have leading dims `[microbatches, layers]`; without `[pipeline]`,

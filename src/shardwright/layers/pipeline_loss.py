@@ -53,9 +53,9 @@ def pipeline_loss(
     """Run a stack of equal layers and a head; return (loss, outputs of the layers).
 
     The loss is the sum of `head(head_params, y, inputs)` over microbatches, plus the sum of `aux`
-    over layers and microbatches. It works for every schedule, and "1f1b" needs it. Without
-    `[pipeline]`, the whole batch is one microbatch. For a mean over tokens, pass their number in
-    `head_inputs`, and divide by it in the head.
+    over layers and microbatches. This function works for every schedule; "1f1b" works only with it.
+    Without `[pipeline]`, the whole batch is one microbatch. For a mean over tokens, pass their
+    number in `head_inputs`, and divide by it in the head.
 
     The loss has gradients with respect to `params`, `x`, `head_params`, `streamed` and `per_layer`.
     `rows`, `head_inputs` and the outputs are constants. Under "1f1b", gradients are computed in the
@@ -71,7 +71,7 @@ def pipeline_loss(
         under the rules of the strategy without pp.
       head_params: Tree of arrays, as stored.
       head_inputs: Tree of arrays `[batch, ...]`, such as labels, or scalars, such as a divisor.
-        Under "1f1b", each stage holds all of them.
+        Under "1f1b", each stage holds the whole arrays.
       specs: As in `pipeline`.
       keys: As in `pipeline`.
       rows: As in `pipeline`.
@@ -79,7 +79,7 @@ def pipeline_loss(
       per_layer: As in `pipeline`.
       path: As in `pipeline`.
       aux: Function of the output of one layer that returns its auxiliary loss. Defaults to none.
-      by_row: As in `pipeline`. It says nothing about the head.
+      by_row: As in `pipeline`. `by_row` says nothing about the head.
 
     Raises:
       IndivisibleError: As in `pipeline`.
@@ -372,7 +372,7 @@ class _OneFOneB:
 
 
 def _split(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any], list[Any]], Any]]:
-    """Return the leaves that have gradients, the other leaves, and a function that joins both."""
+    """Return the leaves of floats, the other leaves, and a function that joins both to the tree."""
     structure: Any
     leaves, structure = jax.tree.flatten(tree)
     is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]

@@ -136,8 +136,8 @@ def check_vocabulary(weight: Any, axes: Any, tokens: Any, *, name: str, path: st
       path: Its path in the model, or None.
 
     Raises:
-      LayerError: A `shard_map` splits it. Or no manager is entered, and the weight varies over mesh
-        axes that the tokens do not vary over.
+      LayerError: A `shard_map` splits the vocabulary. Or no manager is entered, and the weight
+        varies over mesh axes that the tokens do not vary over.
     """
     if not is_inside_shard_map():
         return

@@ -27,7 +27,7 @@ from shardwright.vocabulary.axes import EMPTY
 def specs(
     inputs: NamedSizes, outputs: NamedSizes, *, adaptation: LoraConfig | None, **options: Any
 ) -> dict[str, Any]:
-    """Return the parameters of a matmul: those of `dense.specs`, and `lora` if it is adapted.
+    """Return the parameters of a matmul: those of `dense.specs`, and `lora` with an adaptation.
 
     Args:
       inputs: Axis and size of the dims that are contracted.

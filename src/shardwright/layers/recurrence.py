@@ -82,7 +82,7 @@ class _LinearScan:
 
 
 def _then(first: Any, second: Any) -> Any:
-    """Return the map h -> a * h + x that applies two such maps, one after the other."""
+    """Compose two maps h -> a * h + x; return a and x of the map that applies both in order."""
     (a, x), (b, y) = first, second
     return a * b, b * x + y
 

@@ -58,13 +58,13 @@ def rope(
 
     Args:
       x: `[batch, length, heads, head_dim]`, as attention takes them.
-      positions: `[batch, length]` integers, or `[1, length]` if all sequences have the same. A
-        negative position marks padding: its row is rotated as at position 0, and attention ignores
-        the row.
+      positions: `[batch, length]` integers, or `[1, length]` if all sequences have equal positions.
+        A negative position marks padding: its row is rotated as at position 0, and attention
+        ignores the row.
       theta: Base of the frequencies. Defaults to 10,000.
       frequencies: `[points]`, in place of those of `theta`: point i is rotated by
-        `position * frequencies[i]`. With n points the first 2n elements of a head are rotated, and
-        the others stay.
+        `position * frequencies[i]`. With n points, only the first 2n elements of a head are
+        rotated.
       scale: Factor of the rotated elements.
 
     Returns:

@@ -1,8 +1,8 @@
 """The stages of a pipeline: chunks of layers, each on one microbatch after another.
 
-A stage holds `layers / pp` layers. In each tick, every stage runs a chunk of them on one microbatch
-and sends the result to the next stage. Outside the stack, the batch is sharded over pp. The
-microbatches are not all sent to stage 0 before the first tick. Instead, in each tick the stages
+A stage holds `layers / pp` layers. In each tick, every stage runs a chunk of its layers on one
+microbatch and sends the result to the next stage. Outside the stack, the batch is sharded over pp.
+The microbatches are not all sent to stage 0 before the first tick. Instead, in each tick the stages
 also pass their microbatches on towards stage 0, and the results return in the places that become
 empty.
 """
@@ -122,7 +122,7 @@ class Stages:
         return run
 
     def over_stages(self, params: Any, inputs: LayerInputs, parts: Any) -> tuple[Any, Any]:
-        """Run the stages; the arguments and results are those of `one_after_another`."""
+        """Run the stages. Arguments and results are as in `one_after_another`."""
         given, entries = self.operands(params, inputs, parts)
         x, outputs = self.call(
             self._ticks,
@@ -343,7 +343,7 @@ def inside_stage(manager: PartitionManager, apart: tuple[str, ...] = ()) -> Part
 
 
 def _open_spec(entries: Sequence[Any], leaf: Any) -> PartitionSpec:
-    """Return a spec of the leading dims that leaves the others as they are."""
+    """Return a spec that shards the leading dims and does not constrain the others."""
     return PartitionSpec(*entries, *[UNCONSTRAINED] * (np.ndim(leaf) - len(entries)))
 
 

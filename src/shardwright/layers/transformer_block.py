@@ -69,7 +69,7 @@ class TransformerConfig:
       attention: Attention of every layer.
       mlp: The MLP or the MoE layer of every layer. A tuple of them is a pattern that
         repeats: `(MlpConfig(...), MoEBlockConfig(...))` alternates the two.
-      cross: Cross-attention of every layer, between attention and MLP. None for none.
+      cross: Cross-attention of every layer, between attention and MLP, or None.
       windows: Window of each layer, as a pattern that repeats: `((1023, 0), None)` alternates local
         and global attention. Defaults to that of `attention` for all.
       thetas: `rope_theta` of each layer, as a pattern that repeats. Defaults to that of `attention`
@@ -387,8 +387,8 @@ def apply(
 
     Raises:
       LayerError: Caches are given with `scan`, or the number of caches, of MoE states, of scalings
-        or of trees is wrong. Or `encoded` is given without cross-attention, or the reverse. Or the
-        parameters are not those of the config, or a name in `keys` is unknown.
+        or of trees is wrong. Or only one of `encoded` and cross-attention is given. Or the
+        parameters do not match the config, or a name in `keys` is unknown.
       RankMismatchError: `x` is not `[batch, length, embed]`.
       CacheError: The tokens do not fit a cache, and the call is not traced.
       ShardingError: The rules of the ambient manager do not fit the arrays.
@@ -452,7 +452,7 @@ def loss(
     """Return the loss of a model that ends in these layers and a head, and the state.
 
     The loss is the sum of `head(head_params, y, inputs)` over the microbatches of a pipeline, plus
-    `state.aux`. It works for every strategy, and `schedule = "1f1b"` needs it.
+    `state.aux`. This function works for every strategy; `schedule = "1f1b"` works only with it.
 
     Args:
       config: As in `apply`.

@@ -126,7 +126,7 @@ def static_call(
     axes: Any = None,
     mode: str | None = None,
 ) -> Fp8Call:
-    """Return the static part of the matmuls of one input; the arguments are those of `dense`."""
+    """Return the static part of the matmuls of one input, given arguments of `dense`."""
     statics = []
     for name, kernel in kernels.items():
         is_stored = isinstance(kernel, Stored)

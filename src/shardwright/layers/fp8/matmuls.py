@@ -207,7 +207,7 @@ def backward(
 
     Args:
       call: The static part.
-      kept: Of the forward pass.
+      kept: What the forward pass has kept.
       grads: Gradient of each result.
       scales: Scale of each gradient, or Nones unless the recipe is delayed scaling.
     """

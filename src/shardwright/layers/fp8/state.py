@@ -15,10 +15,10 @@ of a gradient is known only in the backward pass, and a backward pass can return
 the gradient of the channel holds this value, and a counter of 1.
 
 JAX sums gradients. If several uses share one leaf of the channel, the gradient of the leaf is a sum
-of largest values, which has no meaning. The counter is then not 1, and the update refuses the
-gradient. So each use (trip of a scan, microbatch, example of a `vmap`, call) has a leaf of its own:
-the channel has leading dims, as `seen` has. The update takes the maximum over these dims, then
-updates each history and scale once.
+of largest values, which has no meaning. Then the sum of the counters is not 1, and the update
+refuses the gradient. So each use (trip of a scan, microbatch, example of a `vmap`, call) has a leaf
+of its own: the channel has leading dims, as `seen` has. The update takes the maximum over these
+dims, then updates each history and scale once.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def init(recipe: Any, names: Iterable[str], *, layers: int | None = None) -> Den
     """Return the first state of matmuls that share one input: scales of 1, histories of 0.
 
     Args:
-      recipe: The recipe. Only delayed scaling has a state; the others return None.
+      recipe: The recipe. Only delayed scaling has a state; for another recipe, the result is None.
       names: Names of the kernels.
       layers: Size of a leading dim, for stacked layers. Defaults to none.
     """
@@ -305,7 +305,7 @@ def check(scaling: Any, *, traced: bool = False) -> None:
 
     Args:
       scaling: A tree of `DenseScaling`s.
-      traced: Whether to pass values that are being traced. They have no values yet.
+      traced: Whether traced counters, which have no values yet, are accepted without a check.
 
     Raises:
       LayerError: A counter is not 1. The error names all such matmuls.

@@ -169,7 +169,8 @@ def check_blocks(
         whole.
 
     Raises:
-      LayerError: It is not a multiple. The error names the dim and the mesh axes.
+      LayerError: The part of a device is not a multiple of 32. The error names the dim and the mesh
+        axes.
     """
     if manager is not None and annotation is not None:
         axes = _mesh_axes(manager, annotation, shape, dim, role=role, mode=mode, path=path)

@@ -92,7 +92,7 @@ class ExpertRoute:
     Attributes:
       input_offsets: Where the rows for each receiver start in the buffer that this device sends.
       send_sizes: How many rows each receiver gets.
-      output_offsets: Where these rows start in the buffer of the receiver.
+      output_offsets: Where the rows of this device start in the buffer of each receiver.
       recv_sizes: How many rows come from each sender.
       recv_offsets: Where the rows of each sender start in the buffer that this device receives.
     """
@@ -197,7 +197,7 @@ def send(
     Args:
       rows: [rows, embed].
       routes: There, and back.
-      size: Rows of the result; those that no device sends are 0.
+      size: Number of rows of the result. Rows that no device sends are 0.
       exchange: The collective, and the largest number of rows for one receiver.
       axes: Mesh axes.
     """

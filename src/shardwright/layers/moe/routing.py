@@ -120,7 +120,7 @@ def update_bias(bias: Any, load: Any, rate: float = 0.001) -> Any:
 
     Args:
       bias: [experts] float32, or [layers, experts] of a stack.
-      load: Of the same shape, `MoEStats.load` of the step.
+      load: `MoEStats.load` of the step, of the shape of `bias`.
       rate: Size of the change.
     """
     load = load.astype(jnp.float32)
