@@ -104,7 +104,7 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
       StrategyError: A leaf is not a spec.
       ValueError: The trees do not fit.
       RankMismatchError, IndivisibleError, AxisConflictError: Specs do not fit their arrays. The
-        error lists all of them.
+        error lists all such arrays.
     """
     _check_specs(partition_specs, PartitionSpec)
     mesh = current_mesh()
@@ -467,9 +467,9 @@ def get_weight_decay_mask(exclusions: Sequence[str]) -> Callable[[Any], Any]:
 def wrap_function_with_rng(rng: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that passes a new key as the first argument of every call.
 
-    Each call splits the stored key: `rng, key = jax.random.split(rng)`. Threads may call at the
-    same time. Each call gets a different key, which depends on the order of the calls. All
-    functions that one decorator decorates share the stored key.
+    Each call splits the stored key: `rng, key = jax.random.split(rng)`. Several threads may call
+    the function at once. Each call gets a different key, which depends on the order of the calls.
+    All functions that one decorator decorates share the stored key.
 
     Raises:
       StrategyError: (From a call.) The call is inside a trace, and the key was created outside.
@@ -516,7 +516,8 @@ def get_metrics(metrics: Any, unreplicate: bool = False, stack: bool = False) ->
     Args:
       metrics: A dict of scalars; with `stack`, a list of such dicts, one per step, which may be
         nested.
-      unreplicate: Whether metrics have a leading axis of replicas. The first replica is returned.
+      unreplicate: Whether metrics have a leading axis of replicas. If so, the metrics of the first
+        replica are returned.
       stack: Whether to stack the steps along a new leading axis.
 
     Raises:

@@ -121,8 +121,8 @@ def to_strategy(
     """Turn a configuration of MaxText into a strategy with the same mesh and the same specs.
 
     As in MaxText, a `base_config` is read first. Then the file of the model (`model_name`) and
-    `overrides` are applied, in this order. Their rules replace rules of the same name. If they set
-    `override_logical_axis_rules`, they replace all rules. Finally, the file of
+    `overrides` are applied, in this order. Their rules replace earlier rules of the same name.
+    If they set `override_logical_axis_rules`, they replace all rules. Finally, the file of
     `custom_mesh_and_rule` replaces mesh and rules. Each file is searched for beside the
     configuration and in the folders above. Names that MaxText uses in one mode only become rules of
     that mode. A mesh axis of MaxText that a rule names and the mesh lacks gets size 1. The
@@ -248,7 +248,10 @@ def _numbered(source: str, values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _read_with_bases(path: Path) -> _MaxTextConfig:
-    """Read a file over its `base_config`. Its rules replace all rules of the base."""
+    """Read a file over its `base_config`.
+
+    If the file has rules, they replace all rules of the base.
+    """
     layers = [_read(path)]
     chain = [path.resolve()]
     while (name := layers[0].values.get("base_config")) is not None:

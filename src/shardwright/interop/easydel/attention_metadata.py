@@ -69,7 +69,7 @@ class AttentionSpecs(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=False)
 class AttentionMetadata:
-    """The options of attention. It is frozen, and a pytree without leaves.
+    """The options of attention. The value is frozen. As a pytree, it has no leaves.
 
     An attribute that is not given is read from `base_config`, or else has a default.
 
@@ -216,7 +216,8 @@ class AttentionMetadata:
         Args:
           attr_name: The attribute.
           default: The default value; `NOT_GIVEN` leaves the attribute unset.
-          pickup_name: Its name in the configuration. Defaults to the same name.
+          pickup_name: Name of the attribute in the configuration. By default, it is the name of the
+            attribute here.
           use_base_config: Whether to read the configuration.
         """
         if not isinstance(getattr(self, attr_name), EMPTY_VAL):

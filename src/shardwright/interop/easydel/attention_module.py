@@ -41,7 +41,7 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
 
     The first call only creates the variables; the length of its keys is the capacity.
 
-    It differs from EasyDeL's module in these points:
+    This module differs from EasyDeL's module in these points:
 
     - New tokens are written by one scatter on each shard. No shard gathers the cache.
     - Tokens beyond the capacity are not written. Outside `jit` the call raises an error. Inside
@@ -73,7 +73,8 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
           value: `[batch, q_length, heads, v_dim]`.
           query_states: `[batch, q_length, ...]`; only its length is used.
           attention_mask: Bool or int, `[batch or 1, heads or 1, q_length or 1, capacity or 1]`, or
-            `[batch, capacity]`, or None. It must contain the causal mask among the new tokens.
+            `[batch, capacity]`, or None. For each new token, the mask must hide the new tokens
+            after it.
 
         Returns:
           (key, value, attention_mask) with `capacity` rows. The mask is
@@ -202,7 +203,7 @@ def _mask(mask: Any, *, batch: int, q_length: int, capacity: int) -> Any:
     """Return the caller's mask as bool with 4 dims.
 
     Raises:
-      LayerError: Its shape or dtype does not fit the scores.
+      LayerError: The shape or dtype of the mask does not fit the scores.
     """
     if mask is None:
         return None

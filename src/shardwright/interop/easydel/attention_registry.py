@@ -1,8 +1,8 @@
 """EasyDeL's implementation classes of attention, as an adapter of `attention.register`.
 
 A class has a name, a `supports` that checks a call before anything is traced, and for each backend
-a forward that takes global arrays. Registering it registers an `attention.Implementation` with the
-same functions.
+a forward that takes global arrays. When the class is registered, an `attention.Implementation` with
+its functions is registered too.
 """
 
 from __future__ import annotations

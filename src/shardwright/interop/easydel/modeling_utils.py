@@ -67,8 +67,9 @@ def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> A
     """Return the dtype to which arguments should be cast before a computation.
 
     Args:
-      *args: Arrays and numbers; None is ignored. Their common dtype (`jax.numpy.result_type`) is
-        returned, promoted with float32 if it is not inexact.
+      *args: Arrays and numbers; None is ignored. If `dtype` is None, the result is their common
+        dtype (`jax.numpy.result_type`), which is promoted with float32 if it must be inexact and is
+        not.
       dtype: Returned unchanged, if given.
       inexact: Whether the result must be a float or complex dtype, as for a mean or a norm.
 

@@ -182,7 +182,7 @@ class PartitionAxis(Attributes):
 
         Args:
           semantic_axis: Name of the axis.
-          axis_rule: An attribute (`"head_axis"`), an axis (`HEAD`), a mesh axis, a tuple of those,
+          axis_rule: An attribute (`"head_axis"`), an axis (`HEAD`), a mesh axis, a tuple of these,
             or None to replicate. For an attribute or an axis, the new axis is an alias in every
             mode.
           generation_axis_rule: The rule for decode and insert. By default it is derived from
@@ -247,8 +247,9 @@ class PartitionAxis(Attributes):
     def compile(
         self, *, policy: Policy | None = None, registered: Registered | None = None
     ) -> AxisRules:
-        """Return the frozen rules, with the given registered axes. Defaults to those registered
-        now.
+        """Return the frozen rules, with the given registered axes.
+
+        By default, these are the axes that are registered now.
 
         Raises:
           StrategyError: A value is not a rule, or registered aliases form a cycle.
@@ -316,9 +317,9 @@ class PartitionAxis(Attributes):
     def resolve_spec(self, axes: Sequence[Any], mode: str) -> PartitionSpec:
         """Return the spec that the rules give, with one entry per dim. Sizes are not checked.
 
-        If two entries have the same mesh axis, and its size is 1 in the current mesh, only the
-        first entry keeps it. Without a mesh both entries keep it, and a later constraint checks
-        them.
+        If two entries have one mesh axis in common, and its size is 1 in the current mesh, only the
+        first entry keeps this mesh axis. Without a mesh, both entries keep it, and a later
+        constraint checks the spec.
 
         Raises:
           AxisConflictError: Two entries have a mesh axis whose size is above 1.

@@ -112,7 +112,7 @@ def _factored_moments(variables: Any, names: Names) -> Mapping[str, Any]:
 
 
 def arrays(tree: Any) -> Any:
-    """Return a tree without boxes, and without a constraint on the arrays that were in them.
+    """Return a tree without boxes, and without the constraint that flax puts on unboxed arrays.
 
     In `rules`, `nn.unbox` constrains each value by the names of its box. But in the state of an
     optimizer, a moment may have fewer dims than its parameter and still have the box of the
@@ -176,8 +176,8 @@ def rules(
     flax alone cannot initialize or apply `nn.DenseGeneral` with more than two names in
     `jax.set_mesh`, because it constrains the flattened kernel. Here it constrains the full kernel.
 
-    flax alone replicates a dim whose name has no rule, and an array whose size does not divide. The
-    first call of `rules` wraps the function of flax that places a constraint, to check each array.
+    flax alone replicates a dim whose name has no rule, and an array whose size does not divide. To
+    check each array, the first call of `rules` wraps the function of flax that places a constraint.
     The check is inactive outside `rules`.
 
     Args:
@@ -190,7 +190,7 @@ def rules(
       IndivisibleError: A size does not divide over the mesh axes of its name.
       RankMismatchError: A constraint has more names than the array has dims.
       StrategyError: The mesh has Explicit axes, which flax does not support. Or a dim has another
-        size than `sizes` says, and its rule gives other mesh axes to it.
+        size than `sizes` says, and its rule shards the two sizes over different mesh axes.
     """
     import flax.linen as nn
 

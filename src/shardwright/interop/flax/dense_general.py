@@ -43,7 +43,10 @@ def _intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Initializer:
-    """An initializer of flattened arrays. Two are equal if they wrap the same one."""
+    """An initializer of flattened arrays.
+
+    Two such initializers are equal if they wrap one initializer.
+    """
 
     init: Any
 
@@ -54,7 +57,10 @@ class _Initializer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Flattened(meta.AxisMetadata[Any]):
-    """A box around a flattened array. It becomes the original box around the reshaped array."""
+    """A box around a flattened array.
+
+    When the array is reshaped, the result is the original box around it.
+    """
 
     box: Any
 

@@ -188,9 +188,9 @@ def rules(
     The manager and the mapping are part of jit's cache key, so a jitted function is traced again
     under another strategy or other names. haliax's own mapping is not part of that key.
 
-    haliax alone replicates a dim whose name has no rule, even a misspelled one. The first call of
-    `rules` wraps the function of haliax that returns the spec of an array, to check each array. The
-    check is inactive outside `rules`, and for other mappings.
+    haliax alone replicates a dim whose name has no rule, even a misspelled one. To check each
+    array, the first call of `rules` wraps the function of haliax that returns the spec of an array.
+    The check is inactive outside `rules`, and for other mappings.
 
     Args:
       pm: The manager.
@@ -202,7 +202,7 @@ def rules(
       UnknownAxisError: An array has a name that is not in `names`.
       IndivisibleError: A size does not divide over the mesh axes of its name.
       StrategyError: The mesh has Explicit axes, which haliax does not support. Or a dim has another
-        size than `sizes` says, and its rule gives other mesh axes to it.
+        size than `sizes` says, and its rule shards the two sizes over different mesh axes.
     """
     compute = mappings(pm, names, sizes=sizes).compute
     with (
@@ -229,7 +229,7 @@ def to_strategy(
 
     Args:
       compute: Axis name -> mesh axes, for activations.
-      parameter: The same for parameters. Defaults to `compute`.
+      parameter: Axis name -> mesh axes, for parameters. Defaults to `compute`.
       mesh: A `Mesh`, an `AbstractMesh`, or a mapping of mesh axis to size.
       names: Axis name -> axis. A name that is not in `names` becomes a new axis: `embed` becomes
         `logical_embed`.

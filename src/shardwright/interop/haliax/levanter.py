@@ -90,8 +90,8 @@ class _Settings:
 
     Attributes:
       compute: Name -> mesh axes, for activations.
-      parameter: The same for parameters.
-      mesh: Mesh axis -> size. One of them may be -1.
+      parameter: Name -> mesh axes, for parameters.
+      mesh: Mesh axis -> size. One size may be -1.
       dcn: Mesh axis -> number of slices that it crosses.
       source: Name of the configuration.
       notes: Notes on values that the configuration lacks, one line each.
@@ -121,7 +121,7 @@ def to_strategy(
     Args:
       config: A YAML file, or its content.
       overrides: Key -> value, such as "trainer.model_axis_size": 2 or "trainer.mesh.axes.model": 2.
-        It replaces the file's.
+        It replaces the value of the file.
       names: Axis name -> axis. A name that is not in `names` becomes a new axis: `embed` becomes
         `logical_embed`.
       replicated: Axis names that the configuration does not map.
@@ -167,7 +167,8 @@ def _settings(config: Any, overrides: Mapping[str, Any]) -> _Settings:
     """Return the settings of a configuration that concern sharding.
 
     Raises:
-      StrategyError: It has no mapping under `trainer`, or keys are unknown or have wrong values.
+      StrategyError: The configuration has no mapping under `trainer`, or keys are unknown or have
+        wrong values.
     """
     lines: dict[tuple[str, ...], int] = {}
     content, source = config, "configuration"

@@ -343,7 +343,7 @@ def _stack_experts(sources: Mapping[str, Source]) -> dict[str, Source]:
 
 
 def _check_experts(names: Iterable[str], config: Mapping[str, Any]) -> None:
-    """Check that each layer with experts has all of them.
+    """Check that each layer with experts has all experts.
 
     Raises:
       CheckpointError: Experts are absent.

@@ -139,7 +139,7 @@ def block_of(config: Config) -> tuple[int, ...]:
     """Return the sizes of a block of weights that shares a scale; empty if there are no blocks.
 
     Raises:
-      CheckpointError: They are not positive integers.
+      CheckpointError: The sizes are not positive integers.
     """
     block = config.mapping("quantization_config").get("weight_block_size")
     sizes = [as_integer(size) for size in block] if isinstance(block, (list, tuple)) else [None]
@@ -343,10 +343,10 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 def complete(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the values of the decoder's configuration, and notes on values that it lacks.
 
-    A nested `text_config` may leave out values that equal class defaults. It also leaves out values
-    of the outer configuration: dtype, quantization and tied embeddings. `text_config` wins over the
-    outer configuration, which wins over the class default. Without a `text_config`, sizes are
-    required.
+    A nested `text_config` may leave out values that equal class defaults. Dtype, quantization and
+    tied embeddings may also be missing, because they are values of the outer configuration.
+    `text_config` wins over the outer configuration, which wins over the class default. Without a
+    `text_config`, sizes are required.
 
     Raises:
       ShardingError: `text_config` is not a JSON object, or a `model_type` is not a text.

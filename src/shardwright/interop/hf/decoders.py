@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 class LoadedDecoder:
     """A decoder of the blocks of `shardwright.layers`, whose weights are not read yet.
 
-    It is itself the model of a `serving.Engine`.
+    The decoder itself can be called as the model of a `serving.Engine`.
 
     Attributes:
       config: Sizes and options: the configs of its blocks.
@@ -337,7 +337,7 @@ def _misfits(
 def _arranged(
     checkpoint: Checkpoint, names: Sequence[str], path: str, spec: ArraySpec, start: int
 ) -> Arranged:
-    """Return the tensors as a parameter, which has the same axes in another order."""
+    """Return the tensors as a parameter, whose axes are those of the tensors in another order."""
     source: Source = checkpoint.sources[names[0]]
     split = [*_members(checkpoint.specs[names[0]])]
     if len(names) > 1:
@@ -371,7 +371,7 @@ def _members(spec: ArraySpec) -> Iterator[list[tuple[str, int]]]:
 
 
 def _are_equal(first: Source, second: Source) -> bool:
-    """Tell whether two tensors have the same values, which are read in parts."""
+    """Tell whether two tensors have equal values. They are read and compared part by part."""
     if first.shape != second.shape:
         return False
     count, width = first.shape

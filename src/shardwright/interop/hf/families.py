@@ -74,7 +74,7 @@ class Tensors:
 
 
 def _linear(name: str, dims: str) -> dict[str, str]:
-    """Return the rows of a linear layer. Its bias follows its output."""
+    """Return the rows of a linear layer. The dim of the bias is the output dim."""
     # [out, in]: the first dim is the output.
     output = dims.partition(" ")[0]
     return {f"{name}.weight": dims, f"{name}.bias": f"{output} ?"}

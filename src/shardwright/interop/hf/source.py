@@ -291,8 +291,8 @@ def safetensors_of(folder: Path) -> dict[str, SafetensorsTensor]:
     """Return the tensors of a folder, or of one file, in the order of their names.
 
     Raises:
-      CheckpointError: There are no such files, one is truncated, or the index does not fit them;
-        all problems of a folder are reported at once.
+      CheckpointError: There are no safetensors files, a file is truncated, or the index does not
+        fit the files. All problems of a folder are reported at once.
     """
     index = folder / _INDEX
     if folder.is_file():
@@ -414,7 +414,7 @@ class FileVersion:
         """Return the present version of a file.
 
         Raises:
-          CheckpointError: It does not exist, or cannot be read.
+          CheckpointError: The file does not exist, or cannot be read.
         """
         try:
             return cls(path=path, state=_state(path))

@@ -1,9 +1,9 @@
 """The check of arrays that flax, nnx and haliax shard by rules of a manager.
 
-Each of these libraries maps names to mesh axes by a table without fallbacks. It replicates an array
-whose size does not divide, without a message. Some libraries also replicate a name that is not in
-the table. The libraries offer no hook, so `install` wraps the one function of a library that reads
-its table. The wrapper checks an array only while a bridge has entered a `CheckedTable`.
+Each of these libraries maps names to mesh axes by a table without fallbacks. It silently replicates
+an array whose size does not divide. Some libraries also replicate a name that is not in the table.
+The libraries offer no hook, so `install` wraps the one function of a library that reads its table.
+The wrapper checks an array only while a bridge has entered a `CheckedTable`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class CheckedTable:
         return None
 
     def _resolve(self, shape: Sequence[Any], dim: int, name: str) -> None:
-        """Raise the error of the resolver. It has none if the rule has a fallback, unlike nnx."""
+        """Raise the error of the resolver, unless the rule has a fallback, which nnx cannot use."""
         target, manager = dict(self.names).get(name), context.current()
         if target is not None and manager is not None:
             axis, role = (target, Role.PARAM) if isinstance(target, str) else target

@@ -73,7 +73,7 @@ def read_yaml(path: Path, key: str) -> tuple[Any, list[int]]:
 
     Args:
       path: The file.
-      key: Key of the list. If the file itself is a list, the lines are those of its entries.
+      key: Key of the list. If the file itself is a list, the lines of its entries are returned.
 
     Raises:
       StrategyError: The file cannot be read, or is not YAML.

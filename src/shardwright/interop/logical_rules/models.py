@@ -74,8 +74,8 @@ def annotate_boxes(
       value_of: Function that returns the content of a box, or any other leaf unchanged. In the
         state of an optimizer, the content of a box may be several arrays, such as the two factors
         of a moment.
-      axes_of: Function of a leaf, its path, a list of problems and a shape. It returns the
-        annotation of an array of this shape in the leaf, or appends a problem.
+      axes_of: Function of a leaf, its path, a list of problems and a shape. The function returns
+        the annotation of an array of this shape in the leaf, or appends a problem.
       is_named: Whether a leaf has names.
       moments: Path -> annotation, for arrays whose boxes have the names of their parameter's dims.
       fix: What to do if no leaf has names.

@@ -2,7 +2,8 @@
 
 The model's source stays as it is. `names` maps each logical name of the model to an axis and a
 role, as in `logical_rules`. flax is imported on the first call. `nnx.layers` has the blocks of
-`shardwright.layers` as modules. It imports flax, so it is imported by its own name.
+`shardwright.layers` as modules. `nnx.layers` imports flax, so a program must import it by its own
+name.
 """
 
 import contextlib
@@ -40,12 +41,12 @@ def bound(
 
     nnx shards a variable when it is created, eagerly or in jit, and maps names by one table without
     fallbacks. Here a name gets the first mesh axes of its rule that fit its size. If two dims of a
-    variable then have the same mesh axis, JAX raises an error. A note on this error lists these
-    rules. The manager and the rules are part of JAX's cache keys.
+    variable then have one mesh axis in common, JAX raises an error. A note on this error lists
+    these rules. The manager and the rules are part of JAX's cache keys.
 
-    In jit and `nnx.vmap`, nnx would replicate a dim that does not divide, without a message. The
-    first call of `bound` wraps the function of flax that shards variables, to check every variable.
-    The check is inactive outside `bound`.
+    In jit and `nnx.vmap`, nnx would replicate a dim that does not divide, without a message. To
+    check every variable, the first call of `bound` wraps the function of flax that shards
+    variables. The check is inactive outside `bound`.
 
     Args:
       pm: The manager.
@@ -57,7 +58,8 @@ def bound(
       IndivisibleError: A dim of a variable does not divide over the mesh axes of its name.
       UnknownAxisError: A variable has a name that is neither in `names` nor a mesh axis.
       StrategyError: The mesh has both Auto and Explicit axes, which nnx does not support. Or a dim
-        has another size than `sizes` says, and its rule gives other mesh axes to it.
+        has another size than `sizes` says, and its rule shards the two sizes over different mesh
+        axes.
     """
     spmd, nnx = library("flax.core.spmd"), library("flax.nnx")
     table = one_rule_each(pm, names, sizes=sizes)
@@ -86,8 +88,8 @@ def annotate(model: Any, names: Names, *, params: Any = None) -> Any:
     """Return the annotation of each array of `arrays(model)`, as a tree.
 
     Names come from `nnx.with_partitioning` and from the metadata of variables. `nnx.vmap` and
-    `nnx.scan` add names to them, if they are given one. A variable without names is replicated. The
-    modules of `layers` have their own axes.
+    `nnx.scan` add a name to these if the caller gives one. A variable without names is replicated.
+    The modules of `layers` have their own axes.
 
     Args:
       model: A module, an optimizer or their `nnx.State`; or what `nnx.eval_shape` returns for one.

@@ -135,8 +135,8 @@ def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> A
     """Return `original` with the entries of `new`; neither is changed.
 
     Args:
-      new: Its entries replace those of `original`.
-      original: Its type is kept, a dict or flax's `FrozenDict`.
+      new: The entries that replace those of `original`.
+      original: A dict or flax's `FrozenDict`. The result has this type too.
     """
     merged: dict[str, Any] = {**original, **new}
     kind: Any = type(original)

@@ -95,8 +95,8 @@ def read_recipe(recipe: Any) -> fp8.Recipe:
       recipe: A recipe of this module. None for `DelayedScaling()`.
 
     Raises:
-      LayerError: It is not a recipe, it has four bits, or a field has a value that is not
-        supported.
+      LayerError: The value is not a recipe, the recipe has four bits, or a field has an unsupported
+        value.
     """
     given = DelayedScaling() if recipe is None else recipe
     if isinstance(given, NVFP4BlockScaling):

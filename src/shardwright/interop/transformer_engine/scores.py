@@ -207,7 +207,7 @@ def hidden_pairs(
     start: Any = None,
     is_cached: bool = False,
 ) -> Any:
-    """Return the pairs that are hidden, bool `[1 or batch, 1 or heads, q, kv]`; None for none.
+    """Return which pairs are hidden, bool `[1 or batch, 1 or heads, q, kv]`; None if no pair is.
 
     `config` decides causality and the window, with and without a mask.
 
@@ -286,8 +286,10 @@ def check_mask(mask: Any, pairs: tuple[int, ...]) -> None:
     """Check a mask in which 1 hides a pair. The values of a traced mask cannot be checked.
 
     Raises:
-      RankMismatchError: It does not broadcast to the logits, `[batch, heads, q_length, kv_length]`.
-      LayerError: It has values other than 0 and 1, such as one that is added to logits.
+      RankMismatchError: The mask does not broadcast to the logits,
+        `[batch, heads, q_length, kv_length]`.
+      LayerError: The mask has values other than 0 and 1. A mask that is added to logits has such
+        values.
     """
     _check_shape("mask", mask, pairs)
     if mask is None:

@@ -67,7 +67,7 @@ class Sizes:
       dtypes: Dtypes of the parameters and matmuls.
       norm: The norm after the last layer.
       embed_scale: Factor of the embedding, as in Gemma.
-      softcap: c in `c * tanh(logits / c)`. None for none.
+      softcap: c in `c * tanh(logits / c)`, or None.
       notes: What was assumed, and where the decoder differs from the model.
       differs: Notes that say why the logits of the decoder differ from those of the model.
     """

@@ -264,7 +264,7 @@ def _check_dtypes(dtype: Any, arrays: Any) -> None:
 
 
 def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any], Any, Any]:
-    """Append keys and values to the cache, and return all of them with a full mask.
+    """Append keys and values to the cache; return all cached keys and values with a full mask.
 
     The first call creates the cache and writes nothing. The length of its keys is the length of the
     cache. `cache_index` is the number of tokens that later calls have written.

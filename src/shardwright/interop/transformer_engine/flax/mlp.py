@@ -133,7 +133,7 @@ class LayerNormMLP(Module):  # type: ignore[misc]
       activation_params: Constants of the clamped activations: limit, alpha, glu_linear_offset.
       intermediate_dropout_rng_name: Name of the random stream of dropout.
       intermediate_dropout_rate: Probability of dropping a hidden element.
-      intermediate_hidden_dropout_dims: Dims along which the mask is the same.
+      intermediate_hidden_dropout_dims: Dims along which all elements share one mask value.
       enable_low_rank_adaptation: Whether to adapt both matmuls.
       low_rank_adaptation_dim: As in `DenseGeneral`.
       low_rank_adaptation_alpha: As in `DenseGeneral`.

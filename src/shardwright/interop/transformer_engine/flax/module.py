@@ -90,7 +90,7 @@ def check_last_axis(axis: Any) -> None:
     """Check the field `axis` of a module that works on the last dim alone.
 
     Raises:
-      LayerError: It is not -1.
+      LayerError: The field is not -1.
     """
     if axis != -1:
         raise LayerError(f"axis={axis!r} is not -1", path="axis", fix="move the dim to the end")
@@ -113,7 +113,7 @@ class Dropout(Module):  # type: ignore[misc]
 
     Attributes:
       rate: Probability of dropping an element.
-      shared: Dims along which the mask is the same.
+      shared: Dims along which all elements share one mask value.
       rng_name: Name of the random stream.
     """
 
@@ -342,7 +342,7 @@ def low_rank(x: Any, a: Any, b: Any, *, contract: int, alpha: float | None) -> j
       a: `[*inputs, *inner, rank]`.
       b: `[*inner, rank, out]`.
       contract: Number of dims of `x` that are contracted.
-      alpha: None for a factor of 1.
+      alpha: The result is multiplied by alpha / rank; if None, it is not multiplied.
     """
     config = LoraConfig(rank=a.shape[-1], alpha=alpha)
     inputs, inner = "ijklm"[:contract], "nopq"[: b.ndim - 2]
@@ -425,7 +425,8 @@ class DenseGeneral(Module):  # type: ignore[misc]
       bias_axes: Logical names of `bias`.
       enable_low_rank_adaptation: Whether to add a low-rank adaptation.
       low_rank_adaptation_dim: Its rank.
-      low_rank_adaptation_alpha: Its result is scaled by alpha / rank; None for a factor of 1.
+      low_rank_adaptation_alpha: The result of the adaptation is multiplied by alpha / rank; if
+        None, it is not multiplied.
       axis: The dims of the input that are contracted.
       dtype: Dtype of the parameters.
       input_axes: Logical names of the input.

@@ -210,7 +210,7 @@ def check_inputs_of(module: Any, x: Any, x_kv: Any, *given: Any) -> None:
     """Check the fields and the inputs of a `MultiHeadAttention`.
 
     Raises:
-      AttentionError: They contradict each other, or need a fused kernel.
+      AttentionError: The fields or inputs contradict each other, or need a fused kernel.
       RankMismatchError: An input is not `[batch, length, embed]`.
     """
     check_supported(module, *given)
@@ -253,7 +253,8 @@ def attention_of(module: Any, *, decode: bool) -> DotProductAttention:
 class MultiHeadAttention(Module):  # type: ignore[misc]
     """Multi-head attention with a norm before it.
 
-    It is self-attention if `inputs_q is inputs_kv`: keys and values then come from the norm too.
+    If `inputs_q is inputs_kv`, the module computes self-attention: keys and values then come from
+    the norm too.
 
     Attributes:
       head_dim: Size of a head.

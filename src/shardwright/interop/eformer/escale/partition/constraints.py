@@ -259,7 +259,7 @@ def match_partition_rules(
 ) -> Any:
     """Return a tree of specs, chosen by path.
 
-    The first rule whose pattern is found in the "/"-joined path wins.
+    The first rule whose pattern is found in the "/"-joined path decides.
 
     Args:
       rules: `(pattern, spec)` in order of precedence; patterns are searched (`re.search`).
@@ -272,7 +272,8 @@ def match_partition_rules(
         Defaults to the policy of the ambient manager, else to an error.
 
     Raises:
-      StrategyError: No rule matches a path, or a pattern is invalid. The error lists all of them.
+      StrategyError: No rule matches a path, or a pattern is invalid. The error lists all such paths
+        and patterns.
       RankMismatchError: A spec is longer than its array. The error lists all such specs.
     """
     annotations = match_paths(tree, rules).annotations
@@ -378,7 +379,7 @@ def get_partition_spec(tree: Any) -> Any:
     """Return the spec of each array. The spec of a number is `PartitionSpec()`.
 
     Raises:
-      StrategyError: Leaves are not on a mesh. The error lists all of them.
+      StrategyError: Leaves are not on a mesh. The error lists all such leaves.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
     unplaced = [

@@ -51,8 +51,8 @@ __all__ = [
 class PartitionManager:
     """Resolve axes by a `PartitionAxis`, and place arrays accordingly on the current mesh.
 
-    It uses the axes that are registered when it is built. It is frozen and hashable. While it is
-    entered, it is part of jit's cache key.
+    The manager uses the axes that are registered when it is built. It is frozen and hashable. While
+    it is entered, it is part of jit's cache key.
 
     Args:
       paxis: The rules.
@@ -223,7 +223,7 @@ class PartitionManager:
     def native(self, *, strict: bool = False) -> native.PartitionManager:
         """Return the `shardwright.PartitionManager` of these rules on the current mesh.
 
-        For the same `PartitionAxis`, rules and mesh it is the same object.
+        Calls with equal `PartitionAxis`, rules and mesh return one object.
 
         Raises:
           NoMeshError: There is no mesh.
