@@ -100,7 +100,7 @@ def infer(
 
 
 def place(model: Any, pm: "PartitionManager", annotations: Any) -> Any:
-    """Return a model with its arrays placed as parameters. Other leaves stay as they are.
+    """Return a model with its arrays placed as parameters. Other leaves are not changed.
 
     Args:
       model: A tree of equinox.

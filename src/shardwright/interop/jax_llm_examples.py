@@ -81,7 +81,7 @@ NAMES: Names = MappingProxyType(
 def to_strategy(
     rules: Any, *, mesh: Any, names: Names | None = None, own_axes: Iterable[str] = ()
 ) -> Imported:
-    """Turn sharding rules into a strategy with the same specs.
+    """Turn sharding rules into a strategy that gives the same specs.
 
     Args:
       rules: A `ShardingRules`, or the class itself for its defaults.

@@ -156,9 +156,9 @@ def cross_entropy(
 
     Raises:
       RankMismatchError: The shapes do not fit each other, or `chunks` does not divide the length.
-      LayerError: The labels are not integers, or one of them is not in the vocabulary; `chunks`,
-        `z_loss`, `softcap`, `vocab` or `ignore` is not valid; a `shard_map` around the call has
-        split VOCAB or EMBED; or `x` or the compute dtype is float16, which has no loss scaling.
+      LayerError: The labels are not integers, or a label is not in the vocabulary. Or `chunks`,
+        `z_loss`, `softcap`, `vocab` or `ignore` is not valid. Or a `shard_map` around the call has
+        split VOCAB or EMBED. Or `x` or the compute dtype is float16, which would need loss scaling.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
     read_value("dtypes", dtypes, DTYPES, error=LayerError)

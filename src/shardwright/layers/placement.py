@@ -62,7 +62,8 @@ def split_over(
 ) -> list[tuple[str, ...]]:
     """Return, for each dim of an array, the mesh axes over which a `shard_map` has split it.
 
-    The rules of a manager decide, so without a manager no dim counts as split.
+    The split is known only from the rules of a manager, so without a manager no dim counts as
+    split.
 
     Args:
       shape: Shape of the array, or of its shard.

@@ -61,7 +61,7 @@ def init_scaling(
 def gather_weights(
     recipe: Recipe | None, params: Mapping[str, Any], specs: Mapping[str, Any], *, path: str | None
 ) -> dict[str, Any]:
-    """Gather the parameters of a block. Kernels that a recipe quantizes stay as they are stored.
+    """Gather the parameters of a block. Kernels that a recipe quantizes are not gathered here.
 
     Args:
       recipe: The recipe of the block, or None.

@@ -2,7 +2,7 @@
 
 linear    f / factor (Chen et al., arXiv:2306.15595)
 llama3    f of short wavelengths, f / factor of long ones, and a mean between them (Llama 3.1)
-yarn      the same by rotations in the first context, and a scale (Peng et al., arXiv:2309.00071)
+yarn      like llama3, with other bounds, and a scale (Peng et al., arXiv:2309.00071)
 longrope  f / a factor of each point, and a scale (Ding et al., arXiv:2402.13753)
 """
 

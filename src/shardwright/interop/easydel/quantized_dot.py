@@ -6,11 +6,11 @@
     dot(x, y) ~ dot(x.value, y.value) * x.scale * y.scale
 
 Quantization is symmetric (zero stays zero) and rounds to nearest, ties to even. The error of an
-element is at most scale / 2. Contracted elements share a scale, so the scales factor out of the
-sum. The sum runs on the hardware's int8 unit and is exact, sharded or not, up to 132,104 products;
-longer sums are added as floats.
+element is at most scale / 2. The elements of one sum have one scale per operand, so scales are
+applied once, after the sum. The sum runs on the hardware's int8 unit and is exact, sharded or not,
+up to 132,104 products; longer sums are added as floats.
 
-Training is straight-through (Bengio et al., arXiv:1308.3432): the derivative of rounding is the
+Gradients are straight-through (Bengio et al., arXiv:1308.3432): rounding is differentiated as the
 identity. The backward dots use integers too. The gradient of x is dot(g * y.scale, y.value), where
 g * y.scale is quantized over the contracted dims of this dot. So the backward pass reuses the 8-bit
 operands of the forward pass, and no operand is quantized twice. Gradients are also rounded to

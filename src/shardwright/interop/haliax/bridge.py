@@ -127,7 +127,9 @@ def arrays(model: Any) -> Any:
 
 
 def place(model: Any, pm: "PartitionManager", names: Names = NAMES) -> Any:
-    """Return a model with its arrays placed as parameters. What is not an array stays as it is.
+    """Return a model with its arrays placed as parameters.
+
+    Leaves that are not arrays are not changed.
 
     Args:
       model: A tree with `NamedArray`s.

@@ -41,7 +41,7 @@ _MXFP4_BLOCK: Final = 32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SizedDim:
-    """One dim of a tensor: its entry in an annotation, and its size; None for any size."""
+    """One dim of a tensor: its entry in an annotation, and its size, or None if any size fits."""
 
     entry: Any
     size: int | None
@@ -344,9 +344,9 @@ def complete(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the values of the decoder's configuration, and notes on values that it lacks.
 
     A nested `text_config` may leave out values that equal class defaults. Dtype, quantization and
-    tied embeddings may also be missing, because they are values of the outer configuration.
-    `text_config` wins over the outer configuration, which wins over the class default. Without a
-    `text_config`, sizes are required.
+    tied embeddings may also be missing, because they are values of the outer configuration. A value
+    is taken from `text_config`, else from the outer configuration, else from the class default.
+    Without a `text_config`, sizes are required.
 
     Raises:
       ShardingError: `text_config` is not a JSON object, or a `model_type` is not a text.

@@ -148,7 +148,8 @@ def _size(root: Any) -> int:
     """Return the number of values of a YAML document if each alias is replaced by its values.
 
     300 bytes of aliases of aliases can mean 9^9 values. In memory, aliased values are shared, but a
-    print of the document writes all of them. A value that contains itself counts as too many.
+    print of the document writes all of them. If a value contains itself, the result is a number
+    above the limit.
     """
     sizes: dict[int, int] = {}
 

@@ -135,7 +135,7 @@ def settings_entered(settings: AutocastSettings) -> Iterator[None]:
 def global_shard_guard(resource: MeshResource | None) -> Iterator[None]:
     """Set the `MeshResource` of this thread, and restore the earlier one on exit.
 
-    The recipe stays. A jitted function is traced again under another `MeshResource`.
+    The recipe does not change. A jitted function is traced again under another `MeshResource`.
     """
     with settings_entered(dataclasses.replace(current_settings(), resource=resource)):
         yield

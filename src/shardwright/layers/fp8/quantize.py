@@ -90,7 +90,7 @@ def scale_of(amax: Any, dtype: Any, *, margin: int = 0, old: Any = None) -> jax.
       amax: Largest absolute values, float32.
       dtype: The format, or an array of the largest values of formats.
       margin: The scale is divided by 2^margin.
-      old: Scales that stay. Defaults to 1.
+      old: The scales to keep where amax is 0 or not finite. Defaults to 1.
     """
     limit = dtype if isinstance(dtype, jax.Array) else jnp.float32(largest(dtype))
     kept = jnp.ones_like(amax) if old is None else old

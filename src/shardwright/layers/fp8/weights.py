@@ -47,7 +47,7 @@ class Stored:
 
     Attributes:
       value: The array.
-      weight: Where it lives.
+      weight: Annotation, global shape and path of the weight.
     """
 
     value: Any
@@ -113,7 +113,7 @@ def scatter(manager: Any, grad: Any, like: Any, weight: StoredKernel) -> Any:
       manager: The manager of the forward pass, or None.
       grad: Gradient of the gathered weight.
       like: The stored weight in any dtype.
-      weight: Where it lives.
+      weight: Annotation, global shape and path of the weight.
     """
     if manager is None:
         return grad
@@ -164,9 +164,9 @@ def check_blocks(
       role: Activation or param.
       mode: Runtime mode.
       path: Path of a weight.
-      array: The array. Used if there is no annotation: its sharding over Explicit axes.
-      shards: Mesh axes of the array over Auto axes. If all three are missing, the dim counts as
-        whole.
+      array: The array. Without a manager or an annotation, its sharding over Explicit axes is used.
+      shards: Mesh axes of the array over Auto axes. If annotation, array and `shards` are all
+        missing, the dim is taken as whole.
 
     Raises:
       LayerError: The part of a device is not a multiple of 32. The error names the dim and the mesh

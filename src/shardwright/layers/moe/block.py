@@ -365,7 +365,7 @@ def _check_capacity(
 def _check_shared(
     config: MoEConfig, manager: PartitionManager, mode: str | None, hidden_axes: tuple[str, ...]
 ) -> None:
-    """Check that the shared experts are sharded like the routed ones: one sum adds both."""
+    """Check that shared experts are sharded like routed ones, because one sum reduces both."""
     if not config.shared:
         return
     wide = config.shared * config.hidden

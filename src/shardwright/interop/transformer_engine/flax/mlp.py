@@ -44,7 +44,7 @@ _CLAMP_FIELDS = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offse
 
 
 def activations_of(activations: Any) -> tuple[str | Callable[[Any], Any], ...]:
-    """Return names in lower case, with the linear one last. Functions stay as they are.
+    """Return names in lower case, a linear activation last. Functions do not change.
 
     Raises:
       LayerError: There are none, or a name is neither known nor a function of flax.

@@ -418,7 +418,7 @@ class DenseGeneral(Module):  # type: ignore[misc]
     Attributes:
       features: Size of each output dim of the kernel.
       kernel_init: Initializer of `kernel`. Defaults to a truncated normal distribution with
-        variance 1 / fan_in, where every dim but the last counts as an input.
+        variance 1 / fan_in, where all dims except the last count as inputs.
       kernel_axes: Logical names of `kernel`.
       use_bias: Whether to add the parameter `bias`.
       bias_init: Initializer of `bias`.
@@ -430,8 +430,8 @@ class DenseGeneral(Module):  # type: ignore[misc]
       axis: The dims of the input that are contracted.
       dtype: Dtype of the parameters.
       input_axes: Logical names of the input.
-      transpose_batch_sequence: Whether the input is `[length, batch, ...]`. The matmul is the
-        same.
+      transpose_batch_sequence: Whether the input is `[length, batch, ...]`. It has no effect on the
+        matmul.
       quantization_checkpoint_name: Not used.
     """
 

@@ -205,7 +205,7 @@ def get_corrected_named_sharding(
 ) -> NamedSharding:
     """Return the sharding of a spec on the current mesh.
 
-    The spec stays as written: it has one entry per dim, and mesh axes of size 1 stay.
+    The spec is returned as written, with one entry per dim, and with mesh axes of size 1.
 
     Args:
       shape: Shape of the array.
