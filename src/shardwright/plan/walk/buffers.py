@@ -108,8 +108,8 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         _mark_row(step.equation, births[0], shapes)
     copies = padded_copies(step.equation, births, ledger.timeline)
     copies += turned_copies(step.name, births)
-    held, sent = _hold_parts(step, births[0], _parts(step, values))
-    copies += sent
+    parts = _parts(step, values)
+    held = _hold_parts(births[0], parts) if parts and births[0] is not None else 0
     if step.name == "dot_general" and step.location.recomputed:
         # The backward pass may then run in another order, see `_REMAT` of `liveness`.
         ledger.timeline.recomputes = True
@@ -127,7 +127,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         loop=step.name in _LOOPS,
         matmul=step.name == "dot_general",
         # The result of a constraint is the moved operand, which must not count twice.
-        moved=0 if step.name in CONSTRAINTS else ledger.moved,
+        moved=0 if step.name in CONSTRAINTS else ledger.moved + parts,
         parts=held,
         # XLA may copy an argument from the host at the start, or when it is first read (measured
         # for the optimizer state of an 8B step on v5p: both happen).
@@ -139,32 +139,17 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
     return [dataclasses.replace(value, buffer=buffer) for value, buffer in born]
 
 
-def _hold_parts(step: PlanStep, total: Buffer | None, parts: int) -> tuple[int, list[Buffer]]:
-    """Give the buffer of a sum the size of its parts. Return what a collective matmul holds.
+def _hold_parts(total: Buffer, parts: int) -> int:
+    """Give the buffer of a sum the size of its parts, and return the fewest bytes in memory.
 
-    It holds parts in place of the sum: at least four parts on a ring of eight devices, and three on
-    a ring of four, as measured. On rings of more than four devices it is a loop, for which XLA
-    copies the left operand, as measured.
-
-    Args:
-      step: The matmul.
-      total: The buffer of the sum.
-      parts: Bytes of the parts that are held at most, or 0 if the matmul is not collective.
-
-    Returns:
-      The fewest bytes that are held, and buffers of what is held at most, only during the matmul.
+    A collective matmul holds parts in place of the sum: at least four parts on a ring of eight
+    devices, and three on a ring of four, as measured.
     """
-    if not parts or total is None:
-        return 0, []
-    part, whole = parts // _PARTS, total.size
-    loop = whole > _HELD * part
-    held = (_HELD if loop else _HELD - 1) * part
-    total.size = max(whole - parts, min(whole, held))
+    part = parts // _PARTS
+    held = (_HELD if total.size > _HELD * part else _HELD - 1) * part
+    total.size = max(total.size - parts, min(total.size, held))
     total.dtype, total.shape = "", ()  # a few parts have no single shape
-    sizes = [max(parts, whole) - total.size]
-    if loop:
-        sizes.append(step.ledger.local_bytes(step.avals[0], step.values[0].dims))
-    return held, [Buffer(size=size, kind=TEMPORARY) for size in sizes]
+    return held
 
 
 def _is_argument(buffer: Buffer) -> bool:

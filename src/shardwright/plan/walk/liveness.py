@@ -5,12 +5,10 @@ values it keeps. `fusion` lists the choices.
 
 * The upper end counts every value that a compiler cannot fuse into its use: matmuls, results of
   collectives and of loops, and elementwise values with several uses. A fused value keeps its
-  operands alive instead. The upper end also covers another order, see `_depth_first`.
+  operands alive instead. Results that take no donated argument's memory count from the start. With
+  loops, the upper end also covers another order of the equations, see `_depth_first`.
 * The lower end is that of a compiler at its best. Each chain of elementwise values overwrites a
   value that it starts with. A sum over devices is never in memory as a whole.
-
-Results that take no donated argument's memory count from the start, at both ends. Until a result is
-made, other values may be in its memory.
 
 Values that every compiler keeps are also counted alone: the arguments, the results, and the arrays
 that loops stack.
@@ -21,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from shardwright.plan.walk.entries import LOOPS, TEMPORARY, Buffer, Entry, Live, Padded, Peak
@@ -37,7 +35,6 @@ from shardwright.plan.walk.fusion import (
 # Compilers order the matmuls that rematerialization repeats so that fewer gradients wait. Measured:
 # the peak of `scanned_layers` is 0.96 of the lower end without this allowance.
 _REMAT: Final = 14
-_HIGHEST: Final = (Fusion.NARROW, Fusion.WIDE)  # the ways of fusing of the upper end
 
 
 class Timeline:
@@ -133,32 +130,27 @@ class Timeline:
         self._entries, self._after = self._in_order(), {}
         # A stacked value that is also the next carry has memory beside the stack.
         stacked = frozenset(written) - frozenset(results)
-
-        def fuse(entries: list[Entry], *, join: bool = True) -> dict[Fusion, _Lifetimes]:
-            # Without `join`, only the ways of the upper end are needed.
-            wanted = Fusion if join else _HIGHEST
-            reads = find_reads(entries, results, stacked)
-            return {
-                each: self._way(
-                    entries, fused_buffers(entries, reads, each, join=join), results, kept
-                )
-                for each in wanted
-            }
-
-        ways = fuse(self._entries)
+        reads = find_reads(self._entries, results, stacked)
+        ways = {
+            each: self._way(fused_buffers(self._entries, reads, each), results, kept)
+            for each in Fusion
+        }
         # The body of a loop writes to carries and stacks, which the outer timeline counts.
         reserved = () if within else self._own_results(results, kept)
-        # Compiled programs show both ways, so the upper end covers the larger one.
-        most = [max(self._highest(ways, fuse(self._entries, join=False), reserved), key=_bytes)]
+        choices = [
+            [fused_buffers(self._entries, reads, each, join=join) for join in (False, True)]
+            for each in (Fusion.NARROW, Fusion.WIDE)
+        ]
+        most = [self._highest(choices, results, kept, reserved)]
         recomputes = self.recomputes or any(entry.inner.recomputes for entry in self._entries)
         # XLA takes the best of several schedules. In programs with loops, the best one is often
-        # depth-first. In others it is so only if it needs little memory, so the smaller way counts.
-        if not recomputes:
-            order = _depth_first(self._entries, [*results, *written])
-            loops = within or any(entry.loop for entry in order)
-            ends = self._highest(fuse(order), fuse(order, join=False), reserved)
-            most.append((max if loops else min)(ends, key=_bytes))
-        high, live = max(most, key=_bytes)
+        # depth-first.
+        if not recomputes and (within or any(entry.loop for entry in self._entries)):
+            program = self._entries
+            self._entries = _depth_first(program, [*results, *written])
+            most.append(self._highest(choices, results, kept, reserved))
+            self._entries = program
+        high, live = max(most, key=lambda end: end[0])
         outputs = frozenset() if within else frozenset(results)
         sure = self._sure(ways[Fusion.NARROW], results, outputs)
         # Values on the host are never fused, so both ways of fusing give one number.
@@ -171,13 +163,16 @@ class Timeline:
                 lambda buffer: 0 if buffer in stacked else buffer.host,
                 lambda entry: entry.inner.host,
             )
-        low = min(self._at_best(way, reserved, outputs, stacked) for way in ways.values())
+        low = min(self._at_best(way, outputs, stacked) for way in ways.values())
         better = _parts_first(self._entries)
         if any(map(_is_fetch, better)):
             better = _one_by_one(better)
         if better != self._entries:
-            others = fuse(better).values()
-            low = min(low, *(self._at_best(way, reserved, outputs, stacked) for way in others))
+            self._entries = better
+            reads = find_reads(self._entries, results, stacked)
+            orders = (fused_buffers(self._entries, reads, each) for each in Fusion)
+            others = [self._way(fused, results, kept) for fused in orders]
+            low = min(low, *(self._at_best(way, outputs, stacked) for way in others))
         if self.recomputes:
             # Another order of matmuls does not reduce the values that every compiler keeps.
             low -= max(low - sure, 0) // _REMAT
@@ -196,22 +191,19 @@ class Timeline:
 
     def _highest(
         self,
-        joined: Mapping[Fusion, _Lifetimes],
-        apart: Mapping[Fusion, _Lifetimes],
+        choices: Iterable[Iterable[set[Buffer]]],
+        results: Sequence[Buffer],
+        kept: Sequence[Buffer],
         reserved: Sequence[Buffer],
-    ) -> list[tuple[int, tuple[Live, ...]]]:
-        """Return, for each way, the upper end of the peak, and what is in memory then.
-
-        Args:
-          joined: Which values are fused, if values join a kernel that has all their uses.
-          apart: The same, if they do not join it.
-          reserved: Results whose memory is taken from the start.
-        """
-        # A compiler does not join values where that keeps more in memory.
-        return [
-            min((self._most(way, reserved) for way in (apart[each], joined[each])), key=_bytes)
-            for each in _HIGHEST
-        ]
+    ) -> tuple[int, tuple[Live, ...]]:
+        """Return the upper end of the peak in this order, and what is in memory then."""
+        ends = []
+        for either in choices:
+            ways = (self._way(fused, results, kept) for fused in either)
+            # A compiler does not fuse where that keeps more in memory.
+            ends.append(min((self._most(way, reserved) for way in ways), key=lambda end: end[0]))
+        # Compiled programs show both ways, so the upper end covers the larger one.
+        return max(ends, key=lambda end: end[0])
 
     def _sure(self, way: _Lifetimes, results: Sequence[Buffer], outputs: frozenset[Buffer]) -> int:
         """Return the bytes of the values that every compiler keeps."""
@@ -225,55 +217,48 @@ class Timeline:
         return self._lowest_peak(way, size, lambda entry: entry.inner.sure)
 
     def _at_best(
-        self,
-        way: _Lifetimes,
-        reserved: Sequence[Buffer],
-        outputs: frozenset[Buffer],
-        stacked: frozenset[Buffer],
+        self, way: _Lifetimes, outputs: frozenset[Buffer], stacked: frozenset[Buffer]
     ) -> int:
         """Return the bytes if the compiler fuses in one way, and is at its best otherwise."""
-        skipped = stacked | inside_kernels(way.entries, way.fused)
+        skipped = stacked | inside_kernels(self._entries, way.fused)
 
         def size(buffer: Buffer) -> int:
             if _is_kept(buffer, outputs) and buffer not in stacked:
                 return buffer.size
             return 0 if buffer in skipped else buffer.min_bytes
 
-        reused, own = _reuse_results(way, reserved, size, best=True), frozenset(reserved)
-        # Parts, and what a loop holds, may also be in the memory of results.
-        extra = {
-            id(entry): max(entry.inner.low + part - free, 0)
-            for entry, part, free in zip(way.entries, _parts(way.entries), reused.free, strict=True)
-        }
-        return sum(each.size for each in reserved) + self._lowest_peak(
-            way,
-            lambda buffer: 0 if buffer in own or buffer in reused.values else size(buffer),
-            lambda entry: extra[id(entry)],
-        )
+        parts = dict(zip(map(id, self._entries), self._parts(), strict=True))
+        return self._lowest_peak(way, size, lambda entry: entry.inner.low + parts[id(entry)])
+
+    def _parts(self) -> list[int]:
+        """Return, for each equation, the bytes of the parts that a collective matmul holds then.
+
+        The parts are in memory until the next matmul is done, because they are sent while it runs.
+        """
+        parts, sent = [], 0
+        for entry in self._entries:
+            parts.append(max(sent, entry.parts))
+            if entry.matmul:
+                sent = entry.parts
+        return parts
 
     def _way(
-        self,
-        entries: list[Entry],
-        fused: set[Buffer],
-        results: Sequence[Buffer],
-        kept: Sequence[Buffer],
+        self, fused: set[Buffer], results: Sequence[Buffer], kept: Sequence[Buffer]
     ) -> _Lifetimes:
-        instead = read_instead(entries, fused)
-        last = self._last(entries, results, kept, instead)
-        return _Lifetimes(entries=entries, fused=instead, last=last)
+        instead = read_instead(self._entries, fused)
+        return _Lifetimes(fused=instead, last=self._last(results, kept, instead))
 
     def _last(
         self,
-        entries: list[Entry],
         results: Sequence[Buffer],
         kept: Sequence[Buffer],
         fused: Mapping[Buffer, Sequence[Buffer]],
     ) -> dict[Buffer, int]:
         """Return the last use of each buffer."""
         # No equation is at this position, so `_Alive.end` never drops what is alive at the end.
-        end = len(entries)
+        end = len(self._entries)
         last: dict[Buffer, int] = {}
-        for at, entry in enumerate(entries):
+        for at, entry in enumerate(self._entries):
             for buffer in entry.births:
                 # A result that nothing reads still takes memory while its equation writes it.
                 last.setdefault(buffer, at)
@@ -320,20 +305,15 @@ class Timeline:
         """
         # The memory of carries is counted outside of the body, so carries count 0 bytes here.
         outside = set(self.carries)
-        inside = _reuse_results(way, reserved, lambda buffer: buffer.size, best=False).values
-
-        def size(buffer: Buffer) -> int:
-            return 0 if buffer in outside or buffer in inside else buffer.size
-
-        alive = _Alive(way, size)
+        alive = _Alive(way, lambda buffer: 0 if buffer in outside else buffer.size)
         alive.add(reserved)
         kinds: dict[Buffer, str] = {}  # kinds of values that overwrite a donated argument
-        for entry in way.entries:
+        for entry in self._entries:
             # XLA computes the sines of all layers first, see `angle`.
             if entry.early:
                 alive.add(entry.births)
         most, present, at_peak, sent = 0, list[Buffer](), (Peak(), 0), 0
-        for at, entry in enumerate(way.entries):
+        for at, entry in enumerate(self._entries):
             ended = [buffer for buffer in entry.in_place if way.last.get(buffer) == at]
             # Results that overwrite arguments keep their kinds: an updated cache is a cache.
             free = {buffer.size: kinds.get(buffer, buffer.kind) for buffer in ended}
@@ -353,8 +333,7 @@ class Timeline:
                 sent = entry.moved
             now = alive.total + entry.inner.high + moved
             if now > most:
-                most = now
-                present = [each for each in alive.buffers if alive.weigh(each)]
+                most, present = now, [each for each in alive.buffers if each not in outside]
                 at_peak = entry.inner, moved
             alive.end(at)
         return most, _live(present, *at_peak, kinds)
@@ -369,10 +348,10 @@ class Timeline:
           weigh: Returns the bytes to count for a buffer.
           extra: Returns the bytes to count for an equation while it runs.
         """
-        # Unlike at the upper end, sines are computed at their uses.
+        # Unlike at the upper end, sines are computed at their uses, and no result is reserved.
         alive = _Alive(way, weigh)
         peak = 0
-        for at, entry in enumerate(way.entries):
+        for at, entry in enumerate(self._entries):
             # A chain of elementwise values may overwrite a value that it starts with.
             starts = [
                 start
@@ -481,19 +460,6 @@ def _parts_first(entries: list[Entry]) -> list[Entry]:
     ]
 
 
-def _parts(entries: Iterable[Entry]) -> list[int]:
-    """Return, for each equation, the bytes of the parts that a collective matmul holds then.
-
-    The parts are in memory until the next matmul is done, because they are sent while it runs.
-    """
-    parts, sent = [], 0
-    for entry in entries:
-        parts.append(max(sent, entry.parts))
-        if entry.matmul:
-            sent = entry.parts
-    return parts
-
-
 def _is_fetch(entry: Entry) -> bool:
     """Tell whether an equation brings an argument from the host."""
     return entry.early and any(use.host for use in entry.uses)
@@ -539,87 +505,12 @@ class _Lifetimes:
     """One choice of what is fused.
 
     Attributes:
-      entries: The equations, in the order in which they run.
       fused: Buffers that are fused into their uses, with what these read instead.
       last: Position of the last equation that reads each buffer.
     """
 
-    entries: Sequence[Entry]
     fused: Mapping[Buffer, Sequence[Buffer]]
     last: Mapping[Buffer, int]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Reused:
-    """The memory of results before they are made.
-
-    Attributes:
-      values: Values that are in this memory.
-      free: For each equation, the bytes of this memory that are still free.
-    """
-
-    values: Container[Buffer]
-    free: Sequence[int]
-
-
-def _bytes(end: tuple[int, tuple[Live, ...]]) -> int:
-    """Return the bytes of an upper end, without what is in memory then."""
-    return end[0]
-
-
-def _reuse_results(
-    way: _Lifetimes,
-    reserved: Sequence[Buffer],
-    weigh: Callable[[Buffer], int],
-    *,
-    best: bool,
-) -> _Reused:
-    """Return the values that are in the memory of a result before the result is made.
-
-    XLA's `BufferAssigner` goes from the largest value to the smallest. Each takes the smallest
-    memory of a result that is large enough and free while the value is alive.
-
-    Args:
-      way: Which values are fused.
-      reserved: Results whose memory is taken from the start.
-      weigh: Returns the bytes to count for a buffer.
-      best: Whether the compiler is at its best. Otherwise, only one value is in each result, since
-        values that the plan does not know, such as copies, may be there at other times.
-    """
-    inside, changes = set[Buffer](), [0] * (len(way.entries) + 1)
-    if not reserved:
-        return _Reused(values=inside, free=changes[:-1])
-    born: dict[Buffer, int] = {}
-    for at, entry in enumerate(way.entries):
-        for birth in entry.births:
-            born.setdefault(birth, 0 if entry.early and not best else at)
-    # The bytes of each result, when it is made, and when the values in its memory are alive.
-    places = [(each.size, born[each], list[tuple[int, int]]()) for each in reserved]
-    places.sort(key=lambda place: place[0])
-    own, largest = set(reserved), places[-1][0]
-    values = [
-        (weigh(each), each)
-        for each in born
-        if each.kind in (TEMPORARY, LOOPS) and each not in way.fused and each not in own
-    ]
-    values.sort(key=lambda pair: -pair[0])
-    for size, value in values:
-        if not 0 < size <= largest:
-            continue
-        start, end = born[value], way.last[value]
-        for place, made, taken in places:
-            # A result may overwrite what its own equation reads.
-            over = end < made or (end == made and (best or value in way.entries[made].in_place))
-            apart = all(end < first or last < start for first, last in taken)
-            if size <= place and over and (apart if best else not taken):
-                taken.append((start, end))
-                inside.add(value)
-                break
-    for place, made, taken in places:
-        for first, last, change in ((0, made, place), *((*each, -place) for each in taken)):
-            changes[first] += change
-            changes[last + 1] -= change
-    return _Reused(values=inside, free=list(itertools.accumulate(changes[:-1])))
 
 
 def _is_kept(buffer: Buffer, outputs: frozenset[Buffer]) -> bool:
@@ -634,7 +525,7 @@ class _Alive:
         self.buffers: dict[Buffer, None] = {}
         self.total = 0
         self._fused = way.fused
-        self.weigh = weigh
+        self._weigh = weigh
         self._dying: dict[int, list[Buffer]] = {}
         for buffer, at in way.last.items():
             self._dying.setdefault(at, []).append(buffer)
@@ -644,14 +535,14 @@ class _Alive:
         for buffer in buffers:
             if buffer not in self._fused and buffer not in self.buffers:
                 self.buffers[buffer] = None
-                self.total += self.weigh(buffer)
+                self.total += self._weigh(buffer)
 
     def drop(self, buffers: Iterable[Buffer]) -> None:
         """Remove those buffers that are in memory."""
         for buffer in buffers:
             if buffer in self.buffers:
                 del self.buffers[buffer]
-                self.total -= self.weigh(buffer)
+                self.total -= self._weigh(buffer)
 
     def end(self, at: int) -> None:
         """Remove the buffers whose last use is the equation at a position."""
