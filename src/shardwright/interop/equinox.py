@@ -1,7 +1,7 @@
 """Models of equinox: annotate their arrays by path or by inference, and place them.
 
-The model's source stays as it is. Only arrays are annotated. In the trees that `annotate`,
-`infer` and `arrays` return, any other leaf, such as an activation function, is None, as after
+The model's source does not change. Only arrays are annotated. In the trees that `annotate`, `infer`
+and `arrays` return, any other leaf, such as an activation function, is None, as after
 `equinox.filter`.
 """
 
@@ -114,7 +114,7 @@ def place(model: Any, pm: "PartitionManager", annotations: Any) -> Any:
 
 
 def arrays(model: Any) -> Any:
-    """Return a model whose leaves are arrays and shapes of arrays. All other leaves are None."""
+    """Return a model with None for each leaf that is not an array or the shape of one."""
     return library("equinox").filter(model, _is_array)
 
 

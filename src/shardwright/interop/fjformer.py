@@ -254,8 +254,8 @@ def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> 
         of anything with a `dtype`, casts each leaf to its dtype.
 
     Raises:
-      StrategyError: A leaf is not a spec, or a dtype has 64 bits without x64. A call raises it if
-        values do not fit into the 32 bits that JAX uses instead of 64.
+      StrategyError: A leaf is not a spec, or a dtype has 64 bits without x64. A call of a function
+        raises this error if values do not fit into the 32 bits that JAX uses instead of 64.
       TypeError, ValueError: A leaf is not a dtype, or the trees differ.
       NoManagerError: (From a call.) There is no mesh.
       ShardingError: (From a call.) A spec does not fit the array.

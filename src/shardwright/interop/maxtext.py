@@ -1,7 +1,7 @@
 """Configurations of MaxText: `base.yml`, overrides and mesh become a strategy.
 
-MaxText need not be installed. Files are read with PyYAML (the extra `maxtext`); a mapping needs
-nothing. Keys that do not concern sharding are ignored.
+MaxText need not be installed. Files are read with PyYAML (the extra `maxtext`); a configuration
+that is a mapping needs no package. Keys that do not concern sharding are ignored.
 """
 
 import dataclasses
@@ -235,7 +235,7 @@ def _check_rules(values: Mapping[str, Any], source: str) -> None:
     """Check that the rules of a configuration are a list.
 
     Raises:
-      StrategyError: They are not.
+      StrategyError: The rules are not a list.
     """
     rules = values.get(_RULES)
     if rules is not None and not isinstance(rules, (list, tuple)):

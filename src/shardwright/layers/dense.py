@@ -198,7 +198,7 @@ def check_kernel(
       tokens: Whether the input must have a dim that is not contracted.
 
     Raises:
-      RankMismatchError: They do not fit.
+      RankMismatchError: The dims do not fit.
     """
     contracted = x[max(len(x) - contract, 0) :]
     if contracted != kernel[:contract] or len(x) < contract + tokens:

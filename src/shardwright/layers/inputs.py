@@ -115,7 +115,7 @@ def check_valid(valid: Any, rows: tuple[int, ...]) -> None:
     """Check an array that says which rows are tokens; None says that all are.
 
     Raises:
-      LayerError: It is not bool, or has another shape than the rows.
+      LayerError: The array is not bool, or has another shape than the rows.
     """
     if valid is not None:
         kind = array(rows, dtype="bool", layout=f"pass one bool for each row of x, {rows}")
@@ -129,7 +129,7 @@ def read_keys(keys: Any) -> jax.Array | None:
       keys: `{"dropout": key}`, or None. A key of the old kind, a uint32 array, is wrapped.
 
     Raises:
-      LayerError: It is not a mapping, a name is unknown, or the value is not one key.
+      LayerError: `keys` is not a mapping, a name is unknown, or the value is not one key.
     """
     if keys is None:
         return None
@@ -152,7 +152,7 @@ def read_key(name: str, value: Any, *, fix: str) -> jax.Array:
     """Return one typed key. A key of the old kind, a uint32 array, is wrapped.
 
     Raises:
-      LayerError: It is not one key.
+      LayerError: `value` is not one key.
     """
     key = as_key(value)
     if key is None:
@@ -172,8 +172,9 @@ def read_array(name: str, value: Any, dims: str, *, integers: bool = False) -> j
       integers: Whether it must have integers.
 
     Raises:
-      LayerError: It is None, a dict, or another value that is not an array, or not of integers.
-      RankMismatchError: It has another number of dims.
+      LayerError: `value` is None, a dict, or another value that is not an array. Or it must have
+        integers and has not.
+      RankMismatchError: `value` has another number of dims.
     """
     try:
         array = jnp.asarray(value)

@@ -169,7 +169,7 @@ def _shards_apart(
 ) -> tuple[str, ...]:
     """Return the mesh axes of BATCH over which each shard can hold whole weights in the ticks.
 
-    They come first in BATCH, so that no row is sent.
+    These axes come first in BATCH, so that no row is sent.
     """
     role, sharded = Role.USE if once else Role.PARAM, set[str]()
     for at, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_array_spec)[0]:

@@ -200,10 +200,10 @@ def check_residual(x: Any, embed: int) -> None:
     """Check the shape and the dtype of a residual.
 
     Raises:
-      RankMismatchError: It is not `[batch, length, embed]`.
-      LayerError: Its dtype is not a float, so the sums that a block adds would be cut to integers.
-        Or a `shard_map` has split LENGTH and QUERY_LENGTH over different mesh axes, and a block
-        cannot gather the residual inside it.
+      RankMismatchError: The residual is not `[batch, length, embed]`.
+      LayerError: Its dtype is not a float dtype, so what a block adds would be cut to integers. Or
+        a `shard_map` has split LENGTH and QUERY_LENGTH over different mesh axes, and a block cannot
+        gather the residual inside it.
     """
     check_rows("x", x, embed)
     if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -52,7 +52,7 @@ class _LinearScan:
         return _jax.call_shard_map(local, mesh=mesh, in_specs=specs, out_specs=self.spec)(*arrays)
 
     def run(self, a: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the local states, and the state before the first of them, with a length of 1."""
+        """Return the local states, and the state before them, with a length of 1."""
         product, h = jax.lax.associative_scan(_then, (a, x), axis=self.dim, reverse=self.reverse)
         if not self.over:
             return h, jnp.zeros_like(self._end(h))

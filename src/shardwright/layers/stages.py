@@ -213,7 +213,7 @@ class Stages:
         return run(*given)
 
     def _flat(self, output: Any) -> Any:
-        """Return an output with one dim of layers."""
+        """Return an output with its dims of repeats and of layers joined to one dim of layers."""
         if len(self.lead) == 1:
             return output
         spec = _open_spec((None, None, None), output)

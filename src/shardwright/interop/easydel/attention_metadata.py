@@ -246,7 +246,9 @@ class AttentionMetadata:
         *,
         sizes: Mapping[str, int] | None = None,
     ) -> AttentionSpecs:
-        """Return the specs of query, key, value, bias, mask and output in a mode, resolved jointly.
+        """Return the specs of query, key, value, bias, mask and output in a mode.
+
+        They are resolved together.
 
         Args:
           mode: Runtime mode.
@@ -364,7 +366,7 @@ class AttentionMetadata:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AttentionMetadata:
-        """Return the metadata of `to_dict`."""
+        """Return the metadata from the result of `to_dict`."""
         return cls(**values)
 
     def to_json(self, **kwargs: Any) -> str:
@@ -404,7 +406,10 @@ class AttentionMetadata:
 
     @classmethod
     def from_json(cls, text: str) -> AttentionMetadata:
-        """Return the metadata of `to_json` on a mesh of local devices. This starts the backend."""
+        """Return the metadata from the text of `to_json`, on a mesh of local devices.
+
+        This starts the backend.
+        """
         values = json.loads(text)
         axis = {
             # JSON has no tuples, and a rule is hashable only as a tuple.
@@ -448,7 +453,7 @@ class AttentionOutput:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AttentionOutput:
-        """Return the output of `to_dict`."""
+        """Return the output from the result of `to_dict`."""
         return cls(**values)
 
     def to_json(self, **kwargs: Any) -> str:
@@ -468,7 +473,7 @@ class AttentionOutput:
 
     @classmethod
     def from_json(cls, text: str) -> AttentionOutput:
-        """Return the output of `to_json`."""
+        """Return the output from the text of `to_json`."""
         arrays = dict.fromkeys(values := json.loads(text))
         for name, value in values.items():
             if value is not None:

@@ -49,7 +49,7 @@ def check_bits(bits: object) -> int:
     """Return a number of bits as a Python int.
 
     Raises:
-      LayerError: It is not an integer from 4 to 8.
+      LayerError: The number is not an integer from 4 to 8.
     """
     fix = f"pass {MIN_BITS} to {MAX_BITS} bits, or None for a dot of floats"
     return read_integer("bits", bits, error=LayerError, least=MIN_BITS, most=MAX_BITS, fix=fix)

@@ -168,7 +168,7 @@ def _unboxed(leaf: Any, meta: Any) -> Any:
 def rules(
     pm: "PartitionManager", names: Names, *, sizes: Mapping[str, int] | None = None
 ) -> Iterator[None]:
-    """Enter a manager. `nn.with_logical_constraint` in a model then uses its rules.
+    """Enter a manager. `nn.with_logical_constraint` in a model then uses the manager's rules.
 
     The manager and the rules are part of jit's cache key, so a jitted function is traced again
     under another strategy or other names. flax's own rules are not part of that key.

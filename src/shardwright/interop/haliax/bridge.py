@@ -1,4 +1,4 @@
-"""Models of haliax: named axes become annotations, and axis mappings become strategies and back.
+"""Models of haliax: turn named axes into annotations, and axis mappings into strategies and back.
 
 The model's source stays as it is. `names` maps each axis name of the model to an axis, as in
 `logical_rules`. `NAMES` has those of the models in levanter.
@@ -119,7 +119,7 @@ def annotate(model: Any, names: Names = NAMES) -> Any:
 
 
 def arrays(model: Any) -> Any:
-    """Return a model whose leaves are arrays and shapes of arrays. All other leaves are None."""
+    """Return a model with None for each leaf that is not an array or the shape of one."""
     import equinox
 
     kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
@@ -185,7 +185,7 @@ def mappings(
 def rules(
     pm: "PartitionManager", names: Names = NAMES, *, sizes: Mapping[str, int] | None = None
 ) -> Iterator[None]:
-    """Enter a manager. `hax.shard` and `hax.auto_sharded` in a model then use its rules.
+    """Enter a manager. `hax.shard` and `hax.auto_sharded` in a model then use the manager's rules.
 
     The manager and the mapping are part of jit's cache key, so a jitted function is traced again
     under another strategy or other names. haliax's own mapping is not part of that key.

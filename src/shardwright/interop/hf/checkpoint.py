@@ -126,8 +126,8 @@ def load(
 ) -> tuple[dict[str, jax.Array], dict[str, ArraySpec]]:
     """Read a checkpoint into the sharding of a strategy.
 
-    With `checkpoint = read(folder)`, this is `(checkpoint.load(pm), checkpoint.specs)`. To see the
-    axes of each tensor first, print what `read` returns.
+    With `checkpoint = read(folder)`, the result is `(checkpoint.load(pm), checkpoint.specs)`. To
+    see the axes of each tensor first, print what `read` returns.
 
     Args:
       folder: Folder with `config.json` and safetensors files.

@@ -153,9 +153,9 @@ def decoder(
         dtype of the configuration.
 
     Raises:
-      CheckpointError: As `read` raises it, or the decoder has another set of parameters than the
-        checkpoint, or other sizes, or a weight is not stored as floats of 16 bits or more. All are
-        reported at once.
+      CheckpointError: As `read` raises it. Or the parameters of the decoder are not those of the
+        checkpoint, or differ in size. Or a weight is not stored as floats of 16 bits or more. All
+        are reported at once.
       StrategyError: The configuration is not that of a decoder, or a value is not valid.
     """
     checkpoint: Checkpoint = read(folder)

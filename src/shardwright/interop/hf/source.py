@@ -399,7 +399,7 @@ def _tensors_of(path: Path) -> dict[str, SafetensorsTensor]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FileVersion:
-    """A file as it was at one time.
+    """One version of a file: the file as it was at one time.
 
     Attributes:
       path: The file.

@@ -126,7 +126,7 @@ def check_manager(pm: Any) -> None:
     """Check that `pm` is a manager.
 
     Raises:
-      StrategyError: It is not.
+      StrategyError: `pm` is not a manager.
     """
     from shardwright.manager.manager import PartitionManager
 

@@ -137,7 +137,7 @@ class Norm(_Block):
         self.config, self.size, self.dtypes = config, size, dtypes
 
     def __call__(self, x: Any) -> Any:
-        """Return the norm of `x`, `[..., size]`."""
+        """Return `x`, `[..., size]`, after the norm."""
         specs = norm.specs(self.config, self.size, self.dtypes)
         params = use(_read(self, specs), specs, path=self.path)
         return norm.apply(self.config, params, x, dtype=self.dtypes.output)

@@ -89,7 +89,7 @@ _FIXED: Final[dict[str, Any]] = {
 
 
 def read_recipe(recipe: Any) -> fp8.Recipe:
-    """Return the recipe of `shardwright.layers.fp8` that equals one of these.
+    """Return the recipe of `shardwright.layers.fp8` that equals a recipe of this module.
 
     Args:
       recipe: A recipe of this module. None for `DelayedScaling()`.

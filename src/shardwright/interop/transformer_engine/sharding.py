@@ -263,8 +263,8 @@ def extend_logical_axis_rules(
 def constrain(x: jax.Array, names: Sequence[str | None] | None) -> jax.Array:
     """Constrain the sharding of `x` by the logical names of its dims.
 
-    Without names, `x` is not constrained. If no name has a mesh axis, a manager replicates `x`, and
-    flax's rules and a `MeshResource` do not constrain it.
+    Without names, `x` is not constrained. If no name has a mesh axis, a manager replicates `x`, but
+    flax's rules and a `MeshResource` do not constrain `x`.
 
     Raises:
       RankMismatchError: There are more or fewer names than dims.
@@ -298,8 +298,9 @@ def shards_of(
 ) -> tuple[tuple[tuple[str, int], ...], ...] | None:
     """Return the mesh axes that each dim is sharded over by its logical name, with their sizes.
 
-    Return None if this is not known: there are no names, no mesh or no `MeshResource`, or a manager
-    does not know a name. Inside `shard_map`, where shapes are local, return None too.
+    Return None if the mesh axes are not known, because there are no names, no mesh or no
+    `MeshResource`, or because a manager does not know a name. Inside `shard_map`, where shapes are
+    local, return None too.
 
     Args:
       names: A name or None for each dim.

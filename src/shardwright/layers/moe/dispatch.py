@@ -22,8 +22,8 @@ class ExpertSlots:
     """The slot of each copy of a token.
 
     Attributes:
-      places: [tokens * per_token] int32, expert * slots + slot; at least `total` if dropped or
-        padding.
+      places: [tokens * per_token] int32, expert * slots + slot. A dropped copy and a copy of
+        padding have a place >= `total`.
       load: [experts] int32, how many tokens picked each expert, the dropped ones included.
       dropped: int32, how many copies found no slot.
       total: Number of slots of all experts.

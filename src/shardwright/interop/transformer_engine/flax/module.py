@@ -151,7 +151,7 @@ def matmul(
       x: `[..., *inputs]`.
       kernel: `[*inputs, *outputs]`.
       contract: Number of dims that are contracted.
-      axes: Logical names of `x` and of the kernel; Nones if they have none.
+      axes: Logical names of `x` and of the kernel, or Nones.
       name: Name of the kernel, for messages.
       postfix: Suffix that distinguishes the matmuls of one module.
       grad_postfix: Suffix for the gradient of the result. Defaults to `postfix`.
@@ -204,7 +204,7 @@ def norm_config(layernorm_type: str, epsilon: float, zero_centered_gamma: bool) 
     """Return the config of a norm by TransformerEngine's fields.
 
     Raises:
-      LayerError: The type is unknown, or an RMS norm is zero-centered.
+      LayerError: The type is unknown, or an RMS norm is to be zero-centered.
     """
     name = layernorm_type.lower().strip().replace("-", "").replace("_", "")
     if name not in _KINDS:
@@ -279,7 +279,7 @@ class LayerNorm(Module):  # type: ignore[misc]
 
     @compact  # type: ignore[untyped-decorator]
     def __call__(self, x: Any) -> Any:
-        """Return the norm of `x`, `[..., embed]`, in the dtype of `x`."""
+        """Return `x`, `[..., embed]`, after the norm, in the dtype of `x`."""
         return normalized(self, x, self.bias_init, self.bias_axes)
 
 
