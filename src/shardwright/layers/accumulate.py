@@ -126,9 +126,9 @@ def accumulate(
     Raises:
       IndivisibleError: n does not divide the examples of a device.
       LayerError: n is not a positive integer, a surrounding `shard_map` has split the batch, or
-        parameters are in host memory. Or the arrays of `batch` differ in dim 0, `channel` has other
-        uses than n, the loss has other parameters or closes over a key, or it does not return what
-        `mean_over` says. Or JAX refuses an operation of a weight that is `reduced`.
+        parameters are in host memory. Or the arrays of `batch` differ in dim 0, or `channel` does
+        not have n uses. Or the loss function has other parameters, closes over a key, or does not
+        return what `mean_over` says. Or JAX refuses an operation of a weight that is `reduced`.
     """
     read_integer("n", n, error=LayerError, fix="pass the number of microbatches, such as n=4")
     words: list[Any] = [("gather", gather, one_of(("each", "once")))]

@@ -262,8 +262,8 @@ def apply(
     ambient manager. In a compiled program, tokens that do not fit the cache add nothing to the
     residual, and the cache keeps its length.
 
-    With `encoded`, this is cross-attention: keys and values are projected from `encoded`, which is
-    not normalized, and every token of `x` sees all rows of `encoded`.
+    With `encoded`, this is cross-attention: keys and values are projected from `encoded`, and every
+    token of `x` attends to all rows of `encoded`. The norm is not applied to `encoded`.
 
     Args:
       config: Sizes and options. For cross-attention, a config without causality, window and rotary

@@ -25,14 +25,14 @@ class Microbatches:
     """How the rows of a batch are divided into microbatches.
 
     A batch of B rows is sharded over mesh axes before pp, over pp, and over mesh axes after pp. Let
-    `a` be the number of shards over the axes before pp, `c` that over the axes after pp, S the
-    number of stages, and m = S q the number of microbatches. The row numbers are then
+    `a` be the number of shards over the axes before pp, `c` the number over the axes after pp, S
+    the number of stages, and m = S q the number of microbatches. The row numbers are then
 
         [B] = [a, S, c, q, k],  and microbatch s q + j has the rows [:, s, :, j, :]
 
-    So the rows of a microbatch are on one stage and on all shards of it, and no row is sent. If pp
-    is the last mesh axis of BATCH, c is 1, and the rows of a microbatch do not depend on S:
-    microbatch i has the i-th of m parts of each shard over the other mesh axes.
+    So the rows of a microbatch are on one stage, spread over all shards of this stage, and no row
+    is sent. If pp is the last mesh axis of BATCH, c is 1, and the rows of a microbatch do not
+    depend on S: microbatch i has the i-th of m parts of each shard over the other mesh axes.
 
     Attributes:
       manager: The manager.

@@ -77,8 +77,8 @@ def pipeline(
       IndivisibleError: The layers do not divide over pp, or the rows over the microbatches.
       RankMismatchError: In a pipeline, the first dim of an array does not count the rows of the
         batch, or, in `per_layer`, the layers.
-      LayerError: The leading dims of parameters do not count the layers, a `shard_map` surrounds
-        the call of a pipeline, or the schedule is "1f1b", which `pipeline_loss` runs.
+      LayerError: The leading dims of parameters do not count the layers, or a `shard_map` surrounds
+        the call of a pipeline. Or the schedule is "1f1b", which needs `pipeline_loss`.
     """
     inputs = LayerInputs(number=None, keys=keys, rows=rows, streamed=streamed, per_layer=per_layer)
     given = (layer, params, x, inputs)

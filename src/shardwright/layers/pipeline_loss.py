@@ -234,10 +234,10 @@ def _one_f_one_b(
 class _OneFOneB:
     """The ticks of one stage under 1f1b. All arrays are local over pp.
 
-    Microbatches come to stage 0 as in `Stages`. The places that they leave hold gradients, which
-    move from stage 0 to the last stage and from there down, one stage in q = m / S ticks. The
-    gradient of microbatch s q + j starts in tick s q + j + 2 S - 2. So after the last tick, the
-    gradient has moved S - s times, and is at stage s, where its microbatch came from.
+    Microbatches come to stage 0 as in `Stages`. The places that become empty hold gradients. A
+    gradient moves from stage 0 to the last stage and from there down, by one stage in q = m / S
+    ticks. The gradient of microbatch s q + j starts in tick s q + j + 2 S - 2. So after the last
+    tick, the gradient has moved S - s times, and is at stage s, where its microbatch came from.
 
     Every stage runs every collective in every tick. Results that a stage does not need are dropped
     by a select, because a product with 0 would keep NaN. In a bubble, a stage runs a real

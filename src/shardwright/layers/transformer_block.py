@@ -212,8 +212,8 @@ class LayerKeys:
 def specs(config: TransformerConfig) -> list[Any]:
     """Return the parameters as `ArraySpec`s.
 
-    With `scan` there is one tree per layer of the pattern, with a leading LAYERS dim, then one per
-    layer after the scan. Without `scan` there is one tree per layer. Each tree is
+    With `scan` there is one tree per layer of the pattern, with a leading LAYERS dim, and then one
+    tree per layer after the scan. Without `scan` there is one tree per layer. Each tree is
     `{"attention": ..., "mlp": ...}`, with `cross` if the config has it.
 
     If the strategy of the ambient manager has a circular pipeline, the leading dims are

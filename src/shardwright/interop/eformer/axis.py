@@ -317,8 +317,8 @@ class PartitionAxis(Attributes):
     def resolve_spec(self, axes: Sequence[Any], mode: str) -> PartitionSpec:
         """Return the spec that the rules give, with one entry per dim. Sizes are not checked.
 
-        If two entries have one mesh axis in common, and its size is 1 in the current mesh, only the
-        first entry keeps this mesh axis. Without a mesh, both entries keep it, and a later
+        If two entries have one mesh axis in common, and this mesh axis has size 1 in the current
+        mesh, only the first entry keeps it. Without a mesh, both entries keep it, and a later
         constraint checks the spec.
 
         Raises:

@@ -40,8 +40,8 @@ class Tensors:
       whole: Tensors outside the layers.
       layer: Tensors of a layer that every kind of layer has.
       choices: Kinds of attention, and kinds of feed-forward blocks; a layer has one of each.
-      parameters: Path of a parameter of the decoder, in its layer -> the names of its tensors,
-        which are stacked if there are several. `a | b` is a, or b if a is absent.
+      parameters: Path of a parameter in a layer of the decoder -> the names of its tensors. Several
+        tensors are stacked. `a | b` is a, or b if a is absent.
     """
 
     name: str

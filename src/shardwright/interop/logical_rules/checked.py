@@ -117,9 +117,9 @@ class CheckedTable:
     ) -> ShardingError | None:
         """Return the error to raise if a size does not fit the mesh axes of its name, or None.
 
-        A table of another library has no fallbacks, so a size that does not divide is an error. If
-        the size is not the one that the table was made for, and the strategy shards the two sizes
-        in different ways, it is an error too.
+        A table of another library has no fallbacks, so a size that does not divide is an error. An
+        error is also returned if the table was made for another size, and the strategy shards the
+        two sizes in different ways.
         """
         mesh, axes = dict(self.mesh), entry_names(entry)
         shards = math.prod(mesh[axis] for axis in axes)

@@ -57,9 +57,9 @@ def to_logical_axis_rules(
     Raises:
       ShapeRequiredError: A rule depends on a size that is not given.
       IndivisibleError: A size does not divide, and the strategy has no fallback for it.
-      StrategyError: A list cannot express the rules: the policy is `conflict = "first_dim"` or sets
-        `largest_dim`, or an axis that is mapped without a role has one rule as an activation and
-        another as a param. Or `pm` is not a manager.
+      StrategyError: A list cannot express the rules, because the policy is `conflict = "first_dim"`
+        or sets `largest_dim`. Or an axis that `names` maps without a role has different rules as an
+        activation and as a param. Or `pm` is not a manager.
       UnknownAxisError: The strategy has no axis of this name; all are reported at once.
     """
     exported = _ranked_rules(pm, names, sizes)

@@ -70,8 +70,8 @@ def to_strategy(
     """Turn a list of rules into a strategy with the same specs.
 
     Args:
-      rules: Pairs of a name and mesh axes: one, a tuple of them, None for replicated, or
-        `PartitionSpec.UNCONSTRAINED` for a dim that is left to the compiler.
+      rules: Pairs (name, mesh axes). The second value is a mesh axis, a tuple of mesh axes, None
+        for replicated, or `PartitionSpec.UNCONSTRAINED` for a dim that is left to the compiler.
       mesh: A `Mesh`, an `AbstractMesh`, text such as `"data:2,model:4"`, a mapping of mesh axis to
         size, or pairs of them.
       names: Name in the list -> (axis, role), or an axis for both roles. A name that is not in

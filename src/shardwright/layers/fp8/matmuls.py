@@ -10,9 +10,9 @@ lie along the contracted dim, and each of the three matmuls contracts another di
 the forward pass quantizes each operand twice.
 
 The forward pass keeps the fp8 operands for the backward pass, the kernels as stored shards. The
-backward pass gathers the kernels again. A matmul is computed in the dtype of its result (for
-float16, in float32, to avoid overflow), and then multiplied by the inverse scales. Sums over
-devices have the dtype of the result too.
+backward pass gathers the kernels again. A matmul is computed in the dtype of its result, and its
+result is then multiplied by the inverse scales. For float16, it is computed in float32, to avoid
+overflow. Sums over devices have the dtype of the result too.
 """
 
 from __future__ import annotations

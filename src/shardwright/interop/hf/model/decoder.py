@@ -105,8 +105,8 @@ def _router_bias(stack: Stack) -> ArraySpec:
 def decoder_specs(sizes: Sizes, *, stacked: bool, repeats: int = 1) -> dict[str, Any]:
     """Return the parameters as `ArraySpec`s: per layer, or stacked for a scan.
 
-    With `stacked`, each stack has a tree for each layer of its pattern, with a leading dim LAYERS,
-    and one for each layer after the last whole pattern. `repeats` is that of `stack_specs`.
+    With `stacked`, each stack has a tree per layer of its pattern, with a leading dim LAYERS, and
+    then a tree per layer after the last whole pattern. `repeats` is that of `stack_specs`.
     """
     layers: list[Any] = []
     for stack in sizes.stacks:
