@@ -1,6 +1,6 @@
 """Models of jax-llm-examples: arrays described by `ArrayInfo`, and a dataclass of sharding rules.
 
-The model's source stays as it is. jax-llm-examples need not be installed, because an `ArrayInfo`
+The model's source does not change. jax-llm-examples need not be installed, because an `ArrayInfo`
 and a `ShardingRules` are read by the names of their fields.
 """
 

@@ -121,12 +121,12 @@ def to_strategy(
     """Turn a configuration of MaxText into a strategy with the same mesh and the same specs.
 
     As in MaxText, a `base_config` is read first. Then the file of the model (`model_name`) and
-    `overrides` are applied, in this order. Their rules replace earlier rules of the same name.
-    If they set `override_logical_axis_rules`, they replace all rules. Finally, the file of
+    `overrides` are applied, in this order. The rules of each replace earlier rules of the same
+    name, or all earlier rules if it sets `override_logical_axis_rules`. Finally, the file of
     `custom_mesh_and_rule` replaces mesh and rules. Each file is searched for beside the
-    configuration and in the folders above. Names that MaxText uses in one mode only become rules of
-    that mode. A mesh axis of MaxText that a rule names and the mesh lacks gets size 1. The
-    additional key `replicated` lists names that no rule mentions.
+    configuration and in the folders above. If MaxText uses a name in one mode only, its rule
+    becomes a rule of that mode. If a rule names a mesh axis of MaxText that the mesh lacks, this
+    axis gets size 1. The additional key `replicated` lists names that no rule mentions.
 
     Args:
       config: Path of a YAML file, or the content of the file.
@@ -383,7 +383,10 @@ def _absent(merged: _MaxTextConfig, mesh: Mapping[str, int], notes: list[str]) -
 
 
 def _filled(across: Mapping[str, int], slices: int) -> dict[str, int]:
-    """Return the sizes across slices, without -1. On one slice all are 1, as in MaxText."""
+    """Return the sizes across slices, without -1.
+
+    On one slice, all these sizes are 1, as in MaxText.
+    """
     # MaxText builds no hybrid mesh for one slice, and ignores the dcn sizes.
     if slices == 1:
         return dict.fromkeys(across, 1)

@@ -144,7 +144,7 @@ class TransformerConfig:
 
     @property
     def period(self) -> int:
-        """After how many layers the patterns repeat; 1 if all layers are alike."""
+        """Number of layers after which the patterns repeat; 1 if all layers are alike."""
         return math.lcm(len(self.windows) or 1, len(self.thetas) or 1, len(self.mlps))
 
     @property

@@ -434,7 +434,7 @@ class AttentionOutput:
 
     Attributes:
       attention_weights: `[batch, heads, q_length, kv_length]`, or None.
-      attention_outputs: In the layout of the call, or None.
+      attention_outputs: The result of attention, in the layout of the call, or None.
     """
 
     attention_weights: Any = None
@@ -493,7 +493,7 @@ def create_stable_sharding(
     """Return a spec that keeps some dims of another one.
 
     Args:
-      manager: Has the mesh of the specs.
+      manager: A manager whose mesh is that of the specs.
       state_ps: The original spec.
       preserved_indices: Dims to keep; a dim past the end of the spec is replicated. None keeps all.
       clone_ps: Spec from which the entries of the kept dims are taken. Defaults to `state_ps`.

@@ -1,6 +1,6 @@
 """Models of flax linen: read the logical names of variables, and resolve constraints by a strategy.
 
-The model's source stays as it is. `names` maps each of its logical names to an axis and a role, as
+The model's source does not change. `names` maps each of its logical names to an axis and a role, as
 in `logical_rules`. flax is imported on the first call.
 """
 
@@ -33,8 +33,8 @@ def annotate(variables: Any, names: Names) -> Any:
     """Return the annotation of each array of `arrays(variables)`, as a tree.
 
     Names come from the boxes of `with_logical_partitioning` and `with_partitioning`, and from those
-    of nnx modules inside `nnx.bridge.to_linen`. `nn.scan` and `nn.vmap` add names to them. As in
-    flax, the last dims are replicated if a box has too few names. A dim whose name is None or
+    of nnx modules inside `nnx.bridge.to_linen`. `nn.scan` and `nn.vmap` add names to these boxes.
+    As in flax, the last dims are replicated if a box has too few names. A dim whose name is None or
     UNCONSTRAINED is replicated, and so is a variable without a box. Factored moments in
     `opt_state`, as of `optax.adafactor`, follow `params`.
 
@@ -131,7 +131,7 @@ def arrays(tree: Any) -> Any:
 
 
 def _names_of(box: Any, place: str, rank: int, problems: list[Problem]) -> tuple[Any, ...]:
-    """Return the names of a box. A wrong box is a problem."""
+    """Return the names of a box. A wrong box is reported as a problem."""
     from flax.core.meta import Partitioned
     from flax.nnx.bridge.variables import NNXMeta
 
@@ -174,7 +174,8 @@ def rules(
     under another strategy or other names. flax's own rules are not part of that key.
 
     flax alone cannot initialize or apply `nn.DenseGeneral` with more than two names in
-    `jax.set_mesh`, because it constrains the flattened kernel. Here it constrains the full kernel.
+    `jax.set_mesh`, because it constrains the flattened kernel. In `rules`, flax constrains the full
+    kernel instead.
 
     flax alone replicates a dim whose name has no rule, and an array whose size does not divide. To
     check each array, the first call of `rules` wraps the function of flax that places a constraint.

@@ -1,7 +1,7 @@
 """Models of haliax: turn named axes into annotations, and axis mappings into strategies and back.
 
-The model's source stays as it is. `names` maps each axis name of the model to an axis, as in
-`logical_rules`. `NAMES` has those of the models in levanter.
+The model's source does not change. `names` maps each axis name of the model to an axis, as in
+`logical_rules`. `NAMES` has the axis names of the models in levanter.
 """
 
 import contextlib

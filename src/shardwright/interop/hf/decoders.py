@@ -371,7 +371,7 @@ def _members(spec: ArraySpec) -> Iterator[list[tuple[str, int]]]:
 
 
 def _are_equal(first: Source, second: Source) -> bool:
-    """Tell whether two tensors have equal values. They are read and compared part by part."""
+    """Tell whether two tensors have equal values. The tensors are compared part by part."""
     if first.shape != second.shape:
         return False
     count, width = first.shape

@@ -77,7 +77,7 @@ def check_mappings(**values: Any) -> None:
     """Check that each of these arguments is a mapping.
 
     Raises:
-      StrategyError: One is not.
+      StrategyError: An argument is not a mapping.
     """
     for what, value in values.items():
         if not isinstance(value, Mapping):

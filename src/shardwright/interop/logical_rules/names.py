@@ -144,7 +144,7 @@ def check_names(names: Any) -> None:
     """Check that each name is mapped to an axis, or to an axis and a role.
 
     Raises:
-      StrategyError: Some are not, or `names` is not a mapping.
+      StrategyError: A value is neither of these, or `names` is not a mapping.
     """
     if not isinstance(names, Mapping):
         what = f"names is {type(names).__name__}, not a mapping"
@@ -171,7 +171,7 @@ def plain_name(name: str) -> str:
 
 
 def axis_of(name: Any, names: Names, place: str, problems: list[Problem]) -> str:
-    """Return the axis of a name of another library; `EMPTY` for None. Bridges use it.
+    """Return the axis of a name of another library; `EMPTY` for None. Bridges use this function.
 
     UNCONSTRAINED becomes `EMPTY` too: a stored array has a fixed sharding, so no dim can be left to
     the compiler. A name that is not in `names`, or is not text, becomes a problem at `place`.

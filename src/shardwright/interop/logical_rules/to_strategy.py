@@ -190,7 +190,7 @@ def _read(rules: Any, sizes: Mapping[str, int], source: str | Sequence[str]) -> 
     """Return checked rules.
 
     Raises:
-      ShardingError: Rules cannot be read, or name absent mesh axes. The error lists all of them.
+      ShardingError: Rules cannot be read, or name absent mesh axes. The error lists all such rules.
     """
     if not isinstance(rules, (list, tuple)):
         what = f"rules is {type(rules).__name__}, not a list of pairs"

@@ -1,6 +1,6 @@
 """flax nnx: create models sharded, or read the logical names of their variables.
 
-The model's source stays as it is. `names` maps each logical name of the model to an axis and a
+The model's source does not change. `names` maps each logical name of the model to an axis and a
 role, as in `logical_rules`. flax is imported on the first call. `nnx.layers` has the blocks of
 `shardwright.layers` as modules. `nnx.layers` imports flax, so a program must import it by its own
 name.

@@ -1,7 +1,8 @@
 """The blocks of `shardwright.layers` as modules of flax nnx.
 
 A module has the parameters of its block as `nnx.Param`s, under the names that `specs` of the block
-gives them. Under a manager they are created sharded. A module computes what its block computes.
+gives them. Under a manager, the parameters are created sharded. A module computes what its block
+computes.
 """
 
 from __future__ import annotations

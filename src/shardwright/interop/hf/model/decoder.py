@@ -57,7 +57,7 @@ def programs(
 
     Args:
       sizes: Sizes of the decoder.
-      batch: Sequences in all.
+      batch: Number of sequences on all devices.
       length: Tokens of a sequence; in decode, rows of a cache.
       remat: Remat policy: "none", "full", "dots" or "blocks".
       chunks: Number of parts in which the loss is computed, one by one; it divides the length.

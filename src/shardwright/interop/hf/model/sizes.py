@@ -44,7 +44,7 @@ class Stack:
 
     @property
     def period(self) -> int:
-        """After how many layers the pattern repeats."""
+        """Number of layers after which the pattern repeats."""
         return len(self.pattern) or 1
 
     def attention_of(self, number: int) -> AttentionConfig | LatentConfig:

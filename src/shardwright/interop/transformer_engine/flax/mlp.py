@@ -47,7 +47,7 @@ def activations_of(activations: Any) -> tuple[str | Callable[[Any], Any], ...]:
     """Return names in lower case, a linear activation last. Functions do not change.
 
     Raises:
-      LayerError: There are none, or a name is neither known nor a function of flax.
+      LayerError: There are no names, or a name is neither known nor a function of flax.
     """
     if isinstance(activations, str) or not activations:
         check_names(activations)

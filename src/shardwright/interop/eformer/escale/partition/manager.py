@@ -59,7 +59,7 @@ class PartitionManager:
       mesh: Defaults to that of `jax.set_mesh`, of a surrounding `shard_map`, or of a legacy
         `with mesh:`.
       policy: What happens to a dim that does not fit. `"strict"` raises an error. `"eformer"`
-        replicates it, and `explain` shows that. A `Policy` is possible too. Defaults to the
+        replicates the dim, and `explain` shows this. A `Policy` is possible too. Defaults to the
         environment variable `SHARDWRIGHT_EFORMER_POLICY`, which is read once, else to `"strict"`.
 
     Raises:
