@@ -178,7 +178,7 @@ def test_explain_names_the_exchange() -> None:
         ragged = moe.explain(config(exchange="ragged"), (8, 4, 16))
         slots = moe.explain(config(), (8, 4, 16))
     assert ragged.why == "tokens and experts are sharded over ep: two ragged all-to-alls"
-    assert ragged.matmul.why == "the rows arrive sorted, without free slots"
+    assert ragged.matmul.why == "the rows arrive sorted, without empty slots"
     assert slots.exchange.name == "slots"
     with manager("fsdp_tp", "fsdp:2,tp:4"):
         assert moe.explain(config(), (8, 4, 16)).exchange.name == "none"

@@ -225,7 +225,7 @@ def test_choice_of_matmul() -> None:
         "padded, 256 rows: XLA for CPU has no fast grouped matmul"
     )
     assert chosen(per_token=1, activation="sigmoid") == (
-        "padded, 256 rows: sigmoid(0) is not 0, so free slots must be multiplied"
+        "padded, 256 rows: sigmoid(0) is not 0, so empty slots must be multiplied"
     )
     assert chosen(per_token=1, matmul="padded") == "padded, 256 rows: the config names it"
     assert chosen("cpu", per_token=1, matmul="ragged") == "ragged, 128 rows: the config names it"

@@ -135,7 +135,7 @@ class MoEConfig:
                 "",
                 (
                     f'matmul="ragged" with the activation {self.activation}, which is not 0 at 0: '
-                    "a free slot would differ from a token of zeros"
+                    "an empty slot would differ from a token of zeros"
                 ),
                 'write matmul="padded"',
             ),

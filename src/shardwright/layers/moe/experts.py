@@ -57,7 +57,7 @@ def choose_matmul(
         rows = padded if config.matmul == "padded" else most
         return ExpertMatmul(name=config.matmul, why="the config names it", rows=rows)
     if config.activation in NOT_ZERO_AT_ZERO:
-        why = f"{config.activation}(0) is not 0, so free slots must be multiplied"
+        why = f"{config.activation}(0) is not 0, so empty slots must be multiplied"
     elif most == padded:
         why = f"all {padded} slots may be filled"
     # XLA for CPU lowers `ragged_dot` to a dense matmul of every row with every expert.
@@ -71,7 +71,7 @@ def choose_matmul(
 
 def sorted_matmul(rows: int) -> ExpertMatmul:
     """Return the matmul of rows that arrive without empty slots."""
-    return ExpertMatmul(name="ragged", why="the rows arrive sorted, without free slots", rows=rows)
+    return ExpertMatmul(name="ragged", why="the rows arrive sorted, without empty slots", rows=rows)
 
 
 def run_experts(config: MoEConfig, matmul: ExpertMatmul, params: Any, rows: Any) -> Any:
