@@ -146,6 +146,7 @@ def test_memory_is_in_the_planned_range(schedule: str, count: int, mesh: str) ->
     assert plan.low <= held <= plan.high
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="the page has plans of JAX 0.10.2")
 @pytest.mark.full
 def test_page_shows_memory_on_tpus() -> None:
     """The page has the planned range, and a peak of the compiler inside it."""
