@@ -359,8 +359,8 @@ def hint_text(meant: Sequence[str]) -> str:
 def closest(name: str, known: Iterable[str]) -> str:
     """Return the closest known name, or an empty string.
 
-    A name that differs only in case is the closest. Of equally close names, the one with the longer
-    common prefix is returned, because people rarely mistype the first letter.
+    A name that differs only in case is the closest. If several names are equally close, the name
+    with the longest common prefix is returned, because people rarely mistype the first letter.
     """
     names = [other for other in itertools.islice(known, MOST_NAMES) if len(other) <= LONGEST_NAME]
     if len(name) > LONGEST_NAME:

@@ -168,7 +168,7 @@ def test_the_last_process_ends_before_its_verdict(
     )
     assert "killed" in texts.pop(next(at for at, text in enumerate(texts) if "killed" in text))
     for text in texts:
-        assert "but the last one has not compared them" in text
+        assert "but the last process has not compared them" in text
         assert "look in the output of the other processes" in text
     arrived = [
         int(value)

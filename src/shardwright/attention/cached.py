@@ -78,8 +78,8 @@ def append_and_attend(
         `h * kv_heads // heads`.
       v: `[batch, q_length, kv_heads, v_dim]`, in the cache's dtype.
       cache: A cache of any kind. Under `jit`, donate it.
-      valid: `[batch, q_length]` bool, which rows are tokens. Rows that are not tokens are not
-        written to the cache, and their output is 0. Defaults to all.
+      valid: `[batch, q_length]` bool, True for rows that are tokens. Other rows are not written to
+        the cache, and their output is 0. Defaults to all.
       mode: Runtime mode, for the sharding of q. Defaults to the cache's, else the manager's, else
         decode.
       implementation: As in `dot_product_attention`. Leave it out for a paged cache.
@@ -103,7 +103,7 @@ def append_and_attend(
         raise AttentionError(
             f"q has [batch, q_length] {q.shape[:2]}, and k {k.shape[:2]}",
             path="q",
-            fix="pass the queries of the tokens that are appended, row by row",
+            fix="pass one query for each key: q, k and v of the tokens that are appended",
         )
     mode = _mode(cache, mode)
     query_window = _window(cache, window)
@@ -140,7 +140,7 @@ def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> j
     Args:
       cache: The cache before the append.
       q_length: Number of rows to append.
-      valid: `[batch, q_length]` bool, which rows are tokens. Defaults to all.
+      valid: `[batch, q_length]` bool, True for rows that are tokens. Defaults to all.
 
     Returns:
       `[batch, q_length]` int32, -1 for padding.

@@ -272,7 +272,7 @@ def _spec_of(specs: JointSpecs, dims: tuple[str, ...], shape: tuple[int, ...]) -
     """Return the spec of an array. If a shape is given, a dim of size 1 is not sharded.
 
     The keys' length may share mesh axes with the queries' length. A mask has both dims: there, the
-    shared mesh axes shard only the first one of the two.
+    shared mesh axes shard only the dim that comes first.
     """
     used: set[str] = set()
     entries = []

@@ -110,7 +110,7 @@ class Choice:
 def choose(
     call: AttentionCall, *, implementation: str | None = None, manager: Any = None
 ) -> Choice:
-    """Choose an implementation by name, or the one that suits the call best.
+    """Choose an implementation by name, or the implementation that suits the call best.
 
     Args:
       call: The call.

@@ -375,8 +375,8 @@ def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _ShardPages:
     count, page_size = shard.k.shape[:2]
     ordinals = jnp.broadcast_to(jnp.arange(pages.shape[1], dtype=jnp.int32)[None], pages.shape)
     here = (pages >= 0) & (pages < count) & (ordinals * page_size < shard.lengths[:, None])
-    # Put the used pages first, so that the loop ends after the last one. A shard has some of the
-    # used pages, anywhere in the row.
+    # Put the used pages first, so that the loop ends after the last used page. A shard has some of
+    # the used pages, anywhere in the row.
     order = jnp.argsort(~here, axis=1, stable=True)
     table = (jnp.take_along_axis(column, order, axis=1) for column in (pages, ordinals, here))
     padding = ((0, 0), (0, -pages.shape[1] % at_once))

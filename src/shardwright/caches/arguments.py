@@ -67,7 +67,7 @@ def check_source(spec: CacheSpec, source: CacheSpec) -> None:
 
 
 def read_group(spec: CacheSpec, group: int | None) -> int:
-    """Return the `group` of `reorder`, which defaults to all slots.
+    """Return the argument `group` of `reorder`. None means all slots.
 
     Raises:
       CacheError: `group` is not a positive integer, or does not divide the number of slots.

@@ -149,8 +149,8 @@ class KVCache(abc.ABC):
         Args:
           k: `[batch, q_length, kv_heads, head_dim]`.
           v: `[batch, q_length, kv_heads, v_dim]`.
-          valid: `[batch, q_length]` bool, which rows are tokens. Other rows are skipped, wherever
-            they are. Defaults to all.
+          valid: `[batch, q_length]` bool, True for rows that are tokens. Other rows are skipped,
+            wherever they are. Defaults to all.
 
         Returns:
           The change. A slot whose tokens do not all fit takes none of them.

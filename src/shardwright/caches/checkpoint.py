@@ -55,7 +55,8 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
         )
     description = {
         "format": _FORMAT,
-        # Save the class and not the kind: "dense" and "sliding" differ only in their specs.
+        # Save the name of the class. The kinds "dense" and "sliding" have the same class, and their
+        # specs tell them apart.
         "kind": type(cache).__name__,
         "spec": dataclasses.asdict(cache.spec),
         # `restore` needs the shapes first: orbax reads arrays into targets that have shapes and

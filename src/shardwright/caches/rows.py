@@ -148,7 +148,7 @@ class RowCache(KVCache):
         )
 
     def _rows_match(self, source: KVCache) -> bool:
-        """Tell whether both caches store every position in the row of the same number."""
+        """Tell whether each position has the same row number in both caches."""
         return (
             isinstance(source, RowCache)
             and not (self.spec.is_ring or source.spec.is_ring)

@@ -24,8 +24,8 @@ def append_rows(buffers: PlacedArrays, new: Buffers, rows: jax.Array) -> Buffers
     Args:
       buffers: `[batch, rows, ...]` each.
       new: `[batch, q_length, ...]`, by the same names.
-      rows: `[batch, q_length]` int32, the row of its slot to which each new row goes. No two new
-        rows of a slot go to the same row. A number out of range drops the new row.
+      rows: `[batch, q_length]` int32, the row number that each new row gets in its slot. No two new
+        rows of a slot get the same number. A number out of range drops the new row.
     """
     specs = buffers.specs
 

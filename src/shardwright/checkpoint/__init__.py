@@ -2,7 +2,7 @@
 
 `state` saves and restores with orbax, `leaves` decides how each leaf of a state is written,
 `chunks` bounds the memory of reading, `stored` reads parts of arrays, and `safetensors` exports
-parameters. Caches are also saved with orbax, but in the room `caches`, because their specs are
+parameters. Caches are also saved with orbax, but in the package `caches`, because their specs are
 saved too. Code that moves arrays that are already on devices belongs to `reshard`.
 """
 

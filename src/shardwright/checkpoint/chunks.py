@@ -128,7 +128,7 @@ _AT_ONCE: Final = 4
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StoredArray:
-    """An array in a file. It is an `ArrayInParts` of the room `reshard`.
+    """An array in a file. It is an `ArrayInParts` of the package `reshard`.
 
     Attributes:
       file: The array, as a TensorStore.

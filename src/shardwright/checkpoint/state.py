@@ -150,7 +150,7 @@ def save(
     pairs, _ = leaves.flatten(state)
     saved, arrays = leaves.written(pairs)
     # The save before this one may still write in the background. Its orbax manager must be closed
-    # before the next one is created.
+    # before the next manager is created.
     if path in _PENDING:
         _PENDING[path].wait()
     _delete_old(path)

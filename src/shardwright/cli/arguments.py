@@ -78,7 +78,8 @@ def wrapped(text: str, width: int) -> str:
 class _Once(argparse.Action):
     """Store an option, and refuse it a second time.
 
-    A user who gives an option twice wants an overlay, or only one of the two values.
+    A user who gives an option twice may want an overlay (`a | b`), or only one of the two values.
+    The command cannot know which.
     """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:

@@ -42,7 +42,7 @@ def relayout_lines(
     if weights[0] is None or weights[1] is None:
         return [f"{name}: bytes unknown, since holds= does not name one argument as parameters"]
     tree, specs = weights[0]
-    # The structures may differ: one program may stack the layers, and the other one may not.
+    # The structures may differ: perhaps only one of the programs stacks the layers.
     if _numbers(tree) != _numbers(weights[1][0]):
         why = "the two programs have different numbers of parameters"
         return [f"{name}: bytes unknown, since {why}"]

@@ -273,7 +273,7 @@ def search_groups(
 def _stoppable(show: ProgressLine) -> Iterator[Callable[[object], bool]]:
     """Yield a progress function.
 
-    The first Ctrl-C stops the search, the second one ends the command.
+    The first Ctrl-C stops the search. The second Ctrl-C ends the command.
     """
     stopped: list[int] = []
 

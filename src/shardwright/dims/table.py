@@ -304,7 +304,7 @@ def gather(
     gone = (*numbers.collapsed_slice_dims, *batching)
     windows = [dim for dim in range(len(table)) if dim not in gone]
     sources = dict(zip(numbers.offset_dims, windows, strict=True))
-    # Result dims outside of windows are the dims of the indices, in order, without the last one.
+    # Result dims outside of windows are the dims of the indices, in order, without the last dim.
     rows = iter(indices)
     results = [
         (len(table) + len(index) + dim,) if dim in sources else next(rows)

@@ -54,7 +54,7 @@ class SlidingWindow:
           more elements than its neighbor has.
         """
         own, made = -(-operand // parts), -(-result // parts)
-        # The first part has no neighbor before it, and the last one none after it.
+        # The first part has no neighbor before it, and the last part has none after it.
         starts = [part * made * self.stride - self.before for part in range(parts)]
         length = (made - 1) * self.stride + (self.size - 1) * self.dilation + 1
         firsts = [-(-start // self.spread) for start in starts]

@@ -63,8 +63,8 @@ class Atom:
 
         Args:
           major: Size of the first factor.
-          keep_name: Give both factors the name, and mark the first one as a number of shards. By
-            default the factors have no name.
+          keep_name: Give both factors the name, and mark the first factor as a number of shards.
+            By default the factors have no name.
         """
         self.parts = (self._factor(major), self._factor(self.size // major))
         if keep_name:

@@ -198,9 +198,10 @@ def _grouped(heads: list[Atom]) -> tuple[list[Atom], list[Atom]]:
 
 
 def _name_states(names: Names, matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> bool:
-    """Name the dims of linear attention: keys times values, and this state times queries.
+    """Name the dims of the two matmuls of linear attention.
 
-    The first matmul sums over positions, and the second one over the head dim of the keys.
+    The first matmul, keys times values, sums over positions and gives a state. The second matmul,
+    queries times this state, sums over the head dim of the keys.
     """
     sides = [_factors(matmul.left), _factors(matmul.right)]
     contracted = _factors(matmul.contracted)

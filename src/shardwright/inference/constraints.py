@@ -30,8 +30,8 @@ from shardwright.vocabulary.axes import (
 )
 from shardwright.vocabulary.merged_dims import axis_text, merged
 
-# Axis -> kind of an intermediate. If an intermediate has several of these axes, the first one
-# decides.
+# Axis -> kind of an intermediate. If an intermediate has several of these axes, the axis that is
+# first here decides.
 KINDS: Final = {
     VOCAB: "logits",
     MLP_INTERMEDIATE: "hidden dim of an MLP",
@@ -77,7 +77,7 @@ class Constraint:
 def choose(
     outputs: Iterable[Output], slices: Iterable[DimSlice]
 ) -> tuple[tuple[Constraint, ...], Mapping[str, int]]:
-    """Return the constraints of a program, and the number of other intermediates by reason.
+    """Return the constraints of a program and, for each reason, how many intermediates get none.
 
     An intermediate gets a constraint if every dim has a name that is not a guess, one of the dims
     is BATCH, and an axis of `KINDS` is among them. The result of fused projections gets none: one

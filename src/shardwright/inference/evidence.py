@@ -29,7 +29,8 @@ class EquationLocation:
     @property
     def source(self) -> str:
         """Line of the model, such as `model.py:12`, or empty."""
-        # Look the line up only when it is shown, since most equations give no name.
+        # Look the line up only when it is shown: most equations name no dim, so their lines are
+        # never shown.
         return _jax.source_line(self.caller, skip_libraries=True)
 
 

@@ -74,7 +74,7 @@ class TableLookup:
     """Rows of a table, selected by indices or by one-hot rows.
 
     Attributes:
-      key: The dim that the indices count along.
+      key: The dim of the table that the indices select from.
       row: The dims of a row.
       index: The dims of the indices.
       depends_on: What the indices depend on: "inputs", "both" (inputs and parameters), or

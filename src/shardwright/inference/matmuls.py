@@ -77,7 +77,7 @@ def _record(
         left, right, free = right, left, (free[1], free[0])
     if not (left.data and right.is_weight):
         return
-    # One-hot rows times a table read rows of the table, as a gather does.
+    # A matmul of one-hot rows with a table selects rows of the table, as a gather does.
     if left.one_hot is not None and [finest(dim) for dim in contracted] == [finest(left.one_hot)]:
         step.facts.lookups.append(
             TableLookup(

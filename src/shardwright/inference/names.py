@@ -185,7 +185,7 @@ def summed_over(projections: Iterable[Matmul]) -> set[Atom]:
 
 
 def name_rows(names: Names, dims: Iterable[AtomDim]) -> None:
-    """Name dims of parameters EMPTY if single rows are taken from them.
+    """Name a dim of a parameter EMPTY if the program takes single elements along it.
 
     The name of a whole dim is a guess, because the dim may be that of layers. A factor of a dim,
     such as the 3 in `3 * heads * head_dim`, is the number of fused weights.

@@ -23,7 +23,7 @@ def reshape(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def broadcast(step: InferenceStep) -> list[ArrayFacts]:
-    """Keep the dims that keep their size; the others are new."""
+    """Keep the dims whose size does not change. Other dims are new."""
     known = correspondence(step.equation)
     assert known is not None
     return [step.result(step.aligned(known)[0], step.values[0].one_hot)]
@@ -95,7 +95,8 @@ def dim_slice(step: InferenceStep, whole: AtomDim, size: int, start: int | None 
     """
     if size >= size_of(finest(whole)):
         return new_dim(size)  # padding
-    # See `names.name_rows`: a dim of which single rows are taken is guessed to be replicated.
+    # If the program takes single elements along a dim of a parameter, `names.name_rows` names the
+    # dim EMPTY.
     if size == 1:
         step.facts.rows.append(Use(dim=whole, location=step.location))
     atoms = finest(whole)
@@ -121,7 +122,7 @@ def stack(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def pad(step: InferenceStep) -> list[ArrayFacts]:
-    """Keep the dims that keep their size; the others are new."""
+    """Keep the dims whose size does not change. Other dims are new."""
     pairs = zip(step.values[0].dims, step.operand_shapes[0], step.shapes[0], strict=True)
     is_data = step.values[0].data
     padded = [dim if new == old else (Atom(new, resized=is_data),) for dim, old, new in pairs]
@@ -129,7 +130,7 @@ def pad(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def pool(step: InferenceStep) -> list[ArrayFacts]:
-    """Keep the dims that keep their size, such as batch and channels; the others are windowed."""
+    """Keep the dims whose size does not change, such as batch and channels. Others are windowed."""
     pairs = zip(step.values[0].dims, step.shapes[0], strict=True)
     return [step.result([windowed(step, dim, size) for dim, size in pairs])] * len(step.shapes)
 

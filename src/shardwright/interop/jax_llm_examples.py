@@ -120,8 +120,9 @@ def rules(
 ) -> Any:
     """Return the sharding rules of a model, with the mesh axes that a manager gives each name.
 
-    The model's own constraints then follow the strategy. A field has one entry and no fallbacks:
-    the first mesh axes of a rule that fit.
+    The model's own constraints then follow the strategy. A field holds the mesh axes of one
+    candidate, the first candidate of its rule that fits. It cannot hold the later candidates, which
+    a strategy tries after a conflict.
 
     Args:
       pm: The manager.

@@ -419,7 +419,8 @@ class _AccumulationStep:
         def gather(trained: list[Any]) -> list[Any]:
             return self._pick(manager.gather(self._join(params, trained), self.specs, path=""))
 
-        # The transpose of the gather is the reduce-scatter. XLA removes the second gather.
+        # The transpose of the gather is the reduce-scatter. `jax.vjp` also runs the gather itself;
+        # XLA removes it, because its result is not used.
         return list(jax.vjp(gather, like)[1](sums)[0])
 
     def _pick(self, tree: Any) -> list[Any]:

@@ -104,7 +104,7 @@ def _on_shards(manager: PartitionManager, vocab: int, tokens: Any) -> Any:
 def _lookup(table: Any, tokens: Any, names: tuple[str, ...]) -> Any:
     """Look up tokens in one shard of the table. `names` are the mesh axes that shard VOCAB."""
     rows = table.shape[0]
-    # The shards of the vocabulary follow each other in the order of `names`, the first one major.
+    # The shards of the vocabulary follow each other in the order of `names`, first name major.
     local = tokens - jax.lax.axis_index(names) * rows if names else tokens
     is_here = (local >= 0) & (local < rows)
     # Tokens of other shards read row 0, so all indices are in bounds. The select below sets their

@@ -89,7 +89,7 @@ def pipeline(
     if settings is not None and settings.schedule is Schedule.ONE_F_ONE_B:
         raise LayerError(
             'schedule = "1f1b" runs the backward pass of a microbatch before the forward pass of '
-            "the last one, so it needs the loss",
+            "the last microbatch, so it needs the loss",
             fix="call sw.pipeline_loss, which takes the head of the model, or "
             'transformer_block.loss; or write schedule = "gpipe" under [pipeline]',
         )

@@ -115,8 +115,8 @@ def split_problems(
     return [
         Problem(
             error=LayerError,
-            what=f"a shard_map has split {axis_label(axis)} over {'+'.join(names)}, and nothing "
-            "is summed over it here",
+            what=f"a shard_map has split {axis_label(axis)} over {'+'.join(names)}, and this "
+            f"function does not sum over {'+'.join(names)}",
             path=path or name,
             fix=f"call this outside of that shard_map, or leave {' and '.join(names)} out of its "
             "axis_names",

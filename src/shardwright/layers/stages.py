@@ -343,7 +343,7 @@ def inside_stage(manager: PartitionManager, apart: tuple[str, ...] = ()) -> Part
 
 
 def _open_spec(entries: Sequence[Any], leaf: Any) -> PartitionSpec:
-    """Return a spec that shards the leading dims and does not constrain the others."""
+    """Return a spec that shards the leading dims and leaves the other dims to the compiler."""
     return PartitionSpec(*entries, *[UNCONSTRAINED] * (np.ndim(leaf) - len(entries)))
 
 

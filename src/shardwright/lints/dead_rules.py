@@ -168,7 +168,8 @@ def _inherited(subject: Subject, table: KeyPath, axis: str) -> Rule | None:
     chain += [("params",), ("rules",)] if inner else [("rules",)]
     tables: Mapping[KeyPath, Mapping[str, Rule]] = subject.tables
     rule = next((tables[path][axis] for path in chain if axis in tables.get(path, {})), None)
-    # For weight layouts, a written rule of a parallelism axis is not the same as its default rule.
+    # A table of weights inherits no default. In a weight layout, the written rule of a parallelism
+    # axis wins over the rule of the semantic axis, even if it is equal to the default rule.
     return rule if rule is not None or inner else default_rule(axis)
 
 
@@ -219,8 +220,8 @@ def _moved(subject: Subject, axis: str, mode: str) -> bool:
     if not subject.exact:
         return bool(answers)
     mesh_axes = {
-        # `answers` has all modes of one tensor, then all modes of the next one. So the quotient is
-        # the number of the tensor.
+        # `answers` has all modes of one tensor, then all modes of the next tensor. So the quotient
+        # is the number of the tensor.
         (at // len(MODES), mode_name(answer.mode)): [
             decision.mesh_axes for decision in answer.resolution.decisions
         ]

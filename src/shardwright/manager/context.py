@@ -5,8 +5,8 @@ the manager that was entered last where the task runs, or where it was created.
 
 JAX reads neither the stack nor the context variable. It reads a user-context, which belongs to the
 thread. The value of the user-context is a `Key`, which is part of the keys of every cache of JAX.
-If the key belongs to another manager than the one that applies, a trace is refused, because JAX
-would cache the program under the wrong key.
+If the key does not belong to the manager that applies, a trace is refused, because JAX would cache
+the program under the wrong key.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def leave(manager: Any) -> None:
     The managers of other running tasks stay entered.
 
     Raises:
-      NoManagerError: The manager is not the one that was entered last. If it was entered earlier,
+      NoManagerError: Another manager was entered last. If it was entered earlier,
         it is left anyway.
     """
     stack, entry = _ENTERED.stack, _FLOW.get()

@@ -1,4 +1,4 @@
-"""`Manager`: rules, a mesh, a mode and an effect as one frozen value, for all rooms above."""
+"""`Manager`: rules, a mesh, a mode and an effect as one frozen value, for all packages above."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ M = TypeVar("M", bound="Manager")
 class Manager:
     """Rules, a mesh, a mode and an effect. `PartitionManager` is its only subclass.
 
-    Equality and hash cover these four. Functions of this room and of the rooms above take this
-    value. Nothing is set after `__init__`; what is derived from the fields is in `cache`.
+    Equality and hash cover these four. Functions of this package and of the packages above
+    take this value. Nothing is set after `__init__`; what is derived from the fields is in `cache`.
 
     Attributes:
       rules: Compiled rules.

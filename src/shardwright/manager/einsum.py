@@ -132,7 +132,7 @@ def _sharded(matmul: _Contraction, operands: tuple[Any, ...], out: Any, mode: st
     entered = context.current()
     if entered is None:
         return matmul(*operands)
-    # eformer's manager has a manager of this room, which decides.
+    # eformer's manager holds a `Manager`, which decides.
     manager: Manager = entered if isinstance(entered, Manager) else entered.native()
     mesh = _jax.ambient_mesh() or manager.mesh
     if AxisType.Explicit not in mesh.axis_types:

@@ -78,7 +78,7 @@ def _mesh_facts(mesh: Any) -> Iterator[tuple[str, Fact]]:
     types = ", ".join(str(kind).rpartition(".")[2] for kind in mesh.axis_types)
     yield "mesh axes", Fact(sizes)
     yield "axis types of the mesh", Fact(types)
-    # One fact per device, so that the message names the first one that differs.
+    # One fact per device, so that the message names the first device that differs.
     for index, device in np.ndenumerate(mesh.devices):
         place = ",".join(f"{axis}={at}" for axis, at in zip(mesh.shape, index, strict=True))
         yield f"device at {place}", Fact(f"device {device.id}", kind="device")

@@ -1,7 +1,8 @@
-"""`PartitionManager`: what a user calls. Each method is one function of this room or of one above.
+"""`PartitionManager`: what a user calls. Each method calls one function.
 
-`plan`, `profile`, `plan_reshard` and `reshard` import upwards, in their bodies. The rooms above
-take a `Manager`, so these imports make no circle.
+Most of these functions are in this package. `plan`, `profile`, `plan_reshard` and `reshard` import
+theirs from packages above, inside their bodies. Those functions take a `Manager`, so these imports
+make no circle.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class PartitionManager(Manager):
 
     __slots__ = ()
 
-    # `sw.shard` calls this method on the ambient manager, which may also be the one of
+    # `sw.shard` calls this method on the ambient manager, which may also be the manager of
     # interop/eformer.
     place = arrays.place
 
@@ -185,7 +186,7 @@ class PartitionManager(Manager):
 
         Inside a trace, `shard` adds a sharding constraint, or a reshard over Explicit mesh axes.
         Outside of a trace it places the array. `shard` is strict: an array that does not fit raises
-        an error. NumPy data must be equal in all processes of the mesh, which is checked. Like
+        an error. NumPy data must be equal in all processes of the mesh; this is checked. Like
         `jax.device_put`, `shard` copies only what it moves: the result may share memory with `x`,
         so a function that donates the result may delete arrays of `x`. `shard` never moves an array
         between the memories of host and device.

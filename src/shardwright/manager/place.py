@@ -1,4 +1,7 @@
-"""`place`: constrain an array in a trace, place it outside of one; global arrays; `shard_map`."""
+"""Constrain arrays inside a trace, place them outside of one, and run functions in a `shard_map`.
+
+`global_array` makes an array of all processes from the data of each process.
+"""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def nested_shard_map(
             mapped = _over_rest(local, (float_specs, other_specs), out_specs)
             # `jax.checkpoint` makes the function one equation, which a scan over layers does not
             # split. Otherwise the scan would move the part that depends on no float out of the
-            # loop, with residuals that XLA refuses.
+            # loop, and would save residuals of this part with shardings that XLA refuses.
             return jax.checkpoint(mapped)(floats, others)
 
         def backward(saved: Any, cotangents: Any) -> Any:

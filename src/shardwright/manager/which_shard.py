@@ -192,7 +192,9 @@ def _split_of_shape(weight: Weight, shape: tuple[int, ...]) -> Split:
 def _split_of_input(
     weight: Weight, inputs: Inputs | None, *, among: Sequence[Split] | None = None
 ) -> Split:
-    """Return the split of the inputs that could be the value. All must have the same split.
+    """Find the inputs of `pm.shard_map` that the value could be, and return their split.
+
+    All of these inputs must have the same split.
 
     Args:
       weight: The weight.
@@ -219,7 +221,7 @@ def _split_of_input(
 
 
 def _candidates(weight: Weight, inputs: Inputs | None) -> list[Input]:
-    """Return the inputs that could be the value: they have its shape, and axes that fit the weight.
+    """Return the inputs that the value could be: they have its shape, and axes that fit the weight.
 
     A dim that is annotated `EMPTY`, or with an entry of a literal spec, fits any axis.
     """
@@ -341,8 +343,8 @@ def _not_a_shard(
     over: Sequence[str],
     fits: Sequence[Sequence[str]],
 ) -> Problem:
-    """Return the problem of a local size that is no shard of the global size, or one in several
-    ways.
+    """Return the problem of a local size that is no shard of the global size, or that is a shard
+    over several choices of mesh axes.
     """
     if fits:
         ways = " or ".join("+".join(axes) for axes in fits)

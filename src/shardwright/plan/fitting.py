@@ -113,7 +113,7 @@ def _first_fitting(
 ) -> FittingMesh | None:
     """Plan a program on meshes.
 
-    Return the first mesh on which it fits, else the first one on which it is close.
+    Return the first mesh on which it fits, else the first mesh on which it is close.
     """
     close: FittingMesh | None = None
     for slice_, sizes in meshes:

@@ -183,7 +183,8 @@ def count_tensors(
     Args:
       manager: Strategy, mesh and mode.
       tensors: The tensors. Parameters and optimizer state are told apart by their roles.
-      caches: Paths of the tensors that are caches. Other activations are listed as missing.
+      caches: Paths of the tensors that are caches. Other activations are not counted:
+        `StateBytes.missing` lists them.
       copies: Number of arrays that an optimizer keeps for each parameter, two for Adam.
       train: Whether to add the gradients.
 

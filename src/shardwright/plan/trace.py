@@ -269,7 +269,8 @@ def trace(
         try:
             return fetching(planning, function)(*arguments)
         except Exception as error:
-            # Check inside `jit`: it later removes JAX's frames, which tell who raised the error.
+            # Check inside `jit`, because it later removes the frames of JAX from the error. These
+            # frames tell who raised the error.
             if not recorder.typed or not _jax.refuses_shardings(error):
                 raise
             reason = " ".join(str(error).split())
@@ -398,7 +399,7 @@ def read_inputs(
     specs: Any,
     roles: Sequence[Role | None] | None,
 ) -> tuple[ShardingRequest | NamedSharding | None, ...]:
-    """Return the request, the sharding or None of each array of the arguments, as in `Trace`."""
+    """Return for each array of the arguments its request, its sharding or None; see `Trace`."""
     inputs: list[ShardingRequest | NamedSharding | None] = []
     for at, (tree, spec) in enumerate(zip(shapes, specs or [None] * len(shapes), strict=True)):
         if spec is None:

@@ -1,4 +1,4 @@
-"""Find the arguments that a traced program annotates as weights, as `gather` does."""
+"""Find the arguments that a traced program annotates as weights, for instance with `gather`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Checks between several processes: equal rules, equal data, and whether all processes are alive.
 
-Each check writes to JAX's coordination store and waits there: no collective and no device. This
-room takes a mesh, options and facts (values as text), and knows nothing of managers.
+Each check writes to JAX's coordination store and waits there. It needs no collective and no device.
+This package takes a mesh, options and facts (values as text), and knows nothing of managers.
 """

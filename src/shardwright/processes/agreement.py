@@ -92,7 +92,7 @@ class _Entering:
     def __init__(self, group: ProcessGroup, name: str, facts: ProcessFacts) -> None:
         self._group, self._store, self._text, self._facts = group, group.store, name, facts
         self._digest = compare.facts_digest(self._facts)
-        # The n-th of several equal managers is compared with the n-th one in the other processes.
+        # The n-th of several equal managers is compared with the n-th in the other processes.
         self._times = f"{_ROOM}/times/{group.rank}/{self._digest}"
         self._name = f"{self._digest}-{self._store.count(self._times)}"
         self._number = self._store.count(f"{_ROOM}/entries/{group.rank}")

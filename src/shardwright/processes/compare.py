@@ -220,8 +220,8 @@ def compare(
     pair = verdict["differ"]
     if group.rank in pair:
         store.set(f"{meeting.folder}/facts/{group.rank}", packed(facts))
-    # The index is a bool: a process that agrees with the first one reads the values of the second
-    # one.
+    # The index is a bool: a process that agrees with the first process of the pair reads the values
+    # of the second process.
     other = pair[digest == verdict["first"]]
     theirs = store.wait(f"{meeting.folder}/facts/{other}", _FACTS_S)
     if theirs is None:

@@ -64,7 +64,7 @@ class Meeting:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process, which arrived first, acts for the others."""
+        """Whether this process arrived first, and so acts for the other processes."""
         return self.place == 1
 
     def decide(self, verdict: MeetingVerdict) -> None:
@@ -169,8 +169,8 @@ def any_late(store: _jax.CoordinationStore, absent: Sequence[int]) -> bool:
 def unanswered(what: str) -> MeetingVerdict:
     """Return the verdict for the case that all processes arrived, but the last did not decide."""
     return {
-        "error": f"all processes have reached {what}, but the last one has not compared them",
-        "fix": "look in the output of the other processes for the one that has ended",
+        "error": f"all processes have reached {what}, but the last process has not compared them",
+        "fix": "look in the output of the other processes: one of them has ended",
     }
 
 

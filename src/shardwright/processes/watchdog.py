@@ -132,7 +132,7 @@ class Watchdog(threading.Thread):
         return min(self._seconds / 16, 5.0)
 
     def run(self) -> None:
-        """Write beats and read those of the others, until this process ends."""
+        """Write beats and read those of the other processes, until this process ends."""
         last = answered = time.monotonic()
         while True:
             now = time.monotonic()

@@ -47,7 +47,7 @@ def sends_of(source: DeviceGrid, target: DeviceGrid) -> tuple[Send, ...]:
     """Return the sends of a move: for each target device, one send per unit, in order.
 
     A device that holds a unit keeps it. If several devices hold a unit that another device needs,
-    the one that has sent the fewest units sends it.
+    the holder that has sent the fewest units sends it.
     """
     units = units_of(source, target)
     holders: dict[Block, list[int]] = {}

@@ -132,7 +132,7 @@ class _Moving:
         values, donate = self._values, self._plan.donate
         # Count by identity, because equal arrays have separate memory.
         uses = Counter(map(id, values))
-        # Ids of sources that are their own results, or share memory with their results.
+        # Ids of the sources that are not copied: the result is the source, or shares its memory.
         kept = {
             id(value)
             for value, leaf in zip(values, self._plan.leaves, strict=True)

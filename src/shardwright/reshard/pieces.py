@@ -76,7 +76,8 @@ def cut(
     if largest <= limit or max(rows, default=1) <= 1:
         return Pieces(bytes=largest)
     pieces = -(-largest // limit)
-    # Pieces of an outer dimension are contiguous, so take the first one that has enough rows.
+    # Pieces along an outer dimension are contiguous, so cut the outermost dimension that has enough
+    # rows.
     dim = next((at for at, count in enumerate(rows) if count >= pieces), rows.index(max(rows)))
     size = _size(rows[dim], max(1, rows[dim] // pieces))
     return Pieces(

@@ -27,7 +27,7 @@ def _run(x: jax.Array, move: Move, mesh: Mapping[str, int]) -> jax.Array:
     if move.kind is MoveKind.ALL_TO_ALL:
         assert move.source is not None
         assert move.target is not None
-        # JAX splits the first dim (`target`) and concatenates along the second one (`source`).
+        # JAX splits the dim `target`, its third argument, and concatenates along the dim `source`.
         swapped: jax.Array = jax.lax.all_to_all(
             x, move.mesh_axes, move.target, move.source, tiled=True
         )

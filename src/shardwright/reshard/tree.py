@@ -122,7 +122,7 @@ class ReshardPlan:
     def _growth(self) -> list[tuple[int, Any]]:
         """Return (growth of the bytes on all devices, bytes on each device) for each leaf.
 
-        Both are upper bounds of the peak while the leaf moves.
+        Both are upper bounds, which hold at every moment while the leaf moves.
         """
         routes = [leaf.route for leaf in self.leaves if not leaf.tied_to]
         devices = sorted({number for route in routes for number in _devices(route)})

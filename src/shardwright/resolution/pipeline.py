@@ -77,7 +77,7 @@ def stage_notes(
     """Yield which layers each stage holds, for each dim of layers that is sharded over pp.
 
     Args:
-      pipeline: `[pipeline]`, or None, which has no notes.
+      pipeline: `[pipeline]`. If it is None, nothing is yielded.
       decisions: Decisions of an array.
       stages: Size of pp.
     """

@@ -147,8 +147,8 @@ class Arrays(abc.ABC):
         Args:
           chunks: Tokens by row of the prefill batch.
           sequences: The prompts, by row.
-          first: Rows whose chunk ends the prompt: the token after the chunk is the first one of the
-            text.
+          first: Rows whose chunk ends the prompt: the token after the chunk is the first token of
+            the text.
           kept: Rows that already hold the first part of a prompt.
 
         Returns:
@@ -202,11 +202,11 @@ class Arrays(abc.ABC):
 
     @abc.abstractmethod
     def usage(self, slot_lengths: collections.abc.Sequence[int], free_pages: int) -> CacheUsage:
-        """Return what the caches hold, as the devices know it, else as the host has recorded it.
+        """Return what the caches hold. Numbers that the devices do not know come from the host.
 
         Args:
-          slot_lengths: Tokens of each slot, as the host has recorded them.
-          free_pages: Pages that no request uses, as the host has recorded them.
+          slot_lengths: Tokens of each slot in the records of the host.
+          free_pages: Pages that no request uses in the records of the host.
         """
 
     @abc.abstractmethod
@@ -603,7 +603,7 @@ def _lengths(caches: Caches) -> tuple[int, ...]:
 
 
 def _targets(into: Mapping[int, int], size: int, none: int) -> np.ndarray:
-    """Return the target of each of `size` sequences, which is `none` for one without a target."""
+    """Return the target of each of `size` sequences: `none` if a sequence has no target."""
     return np.asarray([into.get(at, none) for at in range(size)], np.int32)
 
 

@@ -31,7 +31,7 @@ class Calls:
         self._group: ProcessGroup | None = None if manager is None else manager.group()
         self._lock, self._texts = threading.Lock(), [sizes]
         if self._group is not None:
-            # The n-th engine of each process is compared with the n-th of the others.
+            # The n-th engine of a process is compared with the n-th engine of each other process.
             number = self._group.store.count(f"{ROOT}/engines/{self._group.rank}")
             self._topic = f"engine/{number}"
 

@@ -110,9 +110,9 @@ class Job:
 
     @property
     def reading(self) -> Sequence[int]:
-        """The tokens that the cache must hold before the next one is sampled.
+        """The tokens that the cache must hold before the next token is sampled.
 
-        These are all tokens except the last one that was written. For a request that has written
+        These are all tokens except the last token that was written. For a request that has written
         nothing, they are its prompt.
         """
         if len(self.written) < 2:

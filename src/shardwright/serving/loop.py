@@ -82,7 +82,8 @@ class Loop:
     ) -> None:
         self.scheduler, self.arrays, self.meter, self.calls = scheduler, arrays, meter, calls
         self.ahead, self.stepping = ahead, False
-        # A preempted job reads its written tokens again, so they must be known.
+        # The scheduler reads the results in flight before it preempts a job: the job will read its
+        # own tokens again, so the host must know them.
         scheduler.settle = self._settle
         self.canceled: collections.deque[Job] = collections.deque()
         self._step, self._in_flight = 0, collections.deque[PendingCall]()
@@ -238,7 +239,7 @@ class Loop:
         chunks = self.scheduler.chunks()
         if not chunks:
             return
-        # `kept` are rows that continue a prompt. Prefill empties the others of their old tokens.
+        # `kept` are rows that continue a prompt. Prefill removes old tokens from the other rows.
         kept = [row for row, job in self.scheduler.rows.items() if job.read]
         # A job that was preempted already has its next token, so prefill draws none for it.
         first = {
@@ -347,7 +348,8 @@ class Loop:
         if not jobs:
             return
 
-        # Only pages call this function: slots keep the state of their sequences on the devices.
+        # Only `PageArrays` calls this function: `SlotArrays` keeps the state of sequences on the
+        # devices.
         def sequences() -> Mapping[int, SequenceState]:
             return {slot: self._sequence(job) for slot, (job, _) in jobs.items()}
 

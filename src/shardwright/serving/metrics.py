@@ -35,7 +35,7 @@ class Report:
       new_tokens: Tokens written.
       prefill_steps: Number of steps that read a chunk of the prefill batch.
       decode_steps: Number of decode steps, each of all slots.
-      shared_pages: Pages that requests took from earlier requests instead of computing them.
+      shared_pages: Pages that requests share with earlier requests instead of computing them again.
       preempted: How often a request gave up its slot and pages to an older request.
       slots: Number of slots.
       slots_in_use: Mean number of slots in use, over the decode steps.
@@ -95,7 +95,7 @@ class Meter:
         self._since[number] = self._clock()
 
     def wrote(self, number: int, now: float) -> None:
-        """Count a token of a request, which was known at the time `now`."""
+        """Count a token of a request. The host received the token at the time `now`."""
         seconds = now - self._since[number]
         if number in self._begun:
             self._gaps.append(seconds)

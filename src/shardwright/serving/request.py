@@ -49,7 +49,7 @@ class Sampling:
 
     Attributes:
       temperature: Divides the logits. 0 takes the most likely token. If several tokens are equally
-        likely, the one with the lowest number is taken.
+        likely, the token with the lowest number is taken.
       top_k: Number of the most likely tokens to draw from. None means all tokens.
       top_p: Draw from the smallest set of most likely tokens whose probabilities sum to at least
         this number. 1 means all tokens.

@@ -131,7 +131,7 @@ class Scheduler:
         ]
 
     def take(self, moves: Sequence[RowMove]) -> None:
-        """Record that jobs have rows, which hold what was read of their prompts."""
+        """Record that jobs have rows. A row holds the part of the prompt that was read."""
         for move in moves:
             self.rowless.remove(move.job)
             move.job.row, move.job.chunks_in_row = move.row, 0
@@ -216,7 +216,7 @@ class Scheduler:
         return min(most, left)
 
     def expect(self, job: Job, count: int) -> None:
-        """Record that a call in flight will give a job tokens.
+        """Record how many tokens a call in flight will give to a job.
 
         If these are the last tokens of a job that is decoding, the job leaves its slot, because no
         later call needs its caches.

@@ -20,8 +20,8 @@ class SlotSpace:
 
     Attributes:
       in_place: Whether prompts are read in the rows in which they also decode.
-      shared_pages: Number of pages that requests took from other requests instead of computing
-        them.
+      shared_pages: Number of pages that requests share with earlier requests instead of computing
+        them again.
     """
 
     in_place: ClassVar[bool] = False
@@ -97,7 +97,7 @@ class PageSpace:
 
     @property
     def shared_pages(self) -> int:
-        """Number of pages that requests took from other requests instead of computing them."""
+        """Number of pages that requests share with earlier ones instead of computing them again."""
         return self.pool.hits
 
     @property

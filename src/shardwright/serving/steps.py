@@ -189,7 +189,7 @@ def _check_caches(new: Any, old: Caches) -> None:
 def prefill(
     model: Model, rows: Caches, params: Any, tokens: jax.Array, entries: jax.Array, rules: jax.Array
 ) -> tuple[Caches, Sampled]:
-    """Read the next tokens of prompts, and draw the token that follows the last one.
+    """Read the next tokens of prompts, and draw the token that follows them.
 
     Args:
       model: The model.
@@ -257,7 +257,7 @@ def insert(
 
 
 def park(slots: SlotState, source: Caches, into: jax.Array) -> tuple[SlotState, jax.Array]:
-    """Copy prompts that were read in part into their slots, which stay inactive.
+    """Copy partly read prompts into their slots. The slots stay inactive.
 
     Args:
       slots: Donated.
@@ -272,7 +272,7 @@ def park(slots: SlotState, source: Caches, into: jax.Array) -> tuple[SlotState, 
 
 
 def resume(rows: Caches, source: Caches, slots: jax.Array) -> tuple[Caches, jax.Array]:
-    """Copy prompts that were read in part from their slots back into the prefill batch.
+    """Copy partly read prompts from their slots back into the prefill batch.
 
     Args:
       rows: Caches of the prefill batch, donated.
@@ -436,7 +436,8 @@ def decode_pages(
       spec: Spec of a cache with this batch.
       most: Largest number of tokens that a slot gets in one call.
       pools: Donated.
-      last: `[slots]` int32, the latest token of each slot, where `batch` does not have it. Donated.
+      last: `[slots]` int32, the latest token of each slot. It is read for the slots whose latest
+        token is not in `batch`. Donated.
       params: Weights.
       batch: The sequences. The tables of the sequences have pages for these tokens. A slot whose
         limit is 0 gets no token.
@@ -494,20 +495,20 @@ def no_tokens(slots: int, mode: str | None) -> jax.Array:
 
 
 def clear(caches: Caches, rows: jax.Array) -> Caches:
-    """Empty rows of caches, which are donated.
+    """Empty rows of caches.
 
     Args:
-      caches: One per layer.
+      caches: One per layer. Donated.
       rows: `[n]` int32. Numbers past the last row are ignored.
     """
     return tuple(cache.free(rows).cache for cache in caches)
 
 
 def clear_slots(slots: SlotState, cleared: jax.Array) -> SlotState:
-    """Empty slots, which are donated.
+    """Empty slots.
 
     Args:
-      slots: All slots.
+      slots: All slots. Donated.
       cleared: `[n]` int32. Numbers past the last slot are ignored.
     """
     # A limit of 0 makes a slot inactive.

@@ -226,7 +226,7 @@ def _target(old: Any) -> NamedSharding | None:
 
 
 def _place(leaf: Any, old: Any) -> Any:
-    """Return a copy of a weight in the place of the served weight, which is not on a mesh."""
+    """Return a copy of a weight where the served weight `old` is. `old` is not on a mesh."""
     dtype = jnp.result_type(old)
     if not isinstance(old, jax.Array):
         return np.array(leaf, dtype)

@@ -38,7 +38,8 @@ def html_table(
       rows: Cells as plain text.
       numbers: Columns that are aligned to the right on a page.
       code: Columns in the typeface of code.
-      inline: Whether each cell carries its style, because a notebook does not have `page.css`.
+      inline: Whether each cell carries its own style. A notebook needs this, because it does not
+        have `page.css`.
     """
     usual = f" {_CELL}" if inline else ""
     aligned = usual if inline else ' class="number"'

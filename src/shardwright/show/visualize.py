@@ -311,5 +311,5 @@ def _name(dim: SplitDim | None, at: int | None) -> str:
 
 
 def _shown(count: int, most: int) -> list[int | None]:
-    """Return the numbers of the blocks to draw, with one None in place of those left out."""
+    """Return the numbers of the blocks to draw, with one None in place of the other blocks."""
     return list(range(count)) if count <= most else [*range(most - 2), None, count - 1]

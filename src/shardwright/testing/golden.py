@@ -47,7 +47,8 @@ class Golden:
       test: the name of the file of a call without a name.
       update: write instead of comparing.
       command: the command that writes the test's files.
-      case: `dp2-tp4`, appended to the names that calls give, so that each mesh has its own files.
+      case: text of the mesh, such as `dp2-tp4`. It is appended to the names that calls give, so
+        that each mesh has its own files.
       parameters: the parameters in the test's id. They are not added to the names that calls give,
         so tests that differ only in parameters share these files.
       rivals: the tests, this one included, that would use the same file by default.

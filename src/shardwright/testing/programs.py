@@ -119,8 +119,8 @@ def read_program(
       manager: ambient while a function compiles; maps mesh axes to semantic axes. Defaults to the
         ambient one.
       trips: number of trips of each loop whose end depends on data.
-      own_types: find the element types that the program has before XLA for CPU widens some of them,
-        with a second compilation if needed.
+      own_types: report the element types that the program has before XLA for CPU widens some of
+        them. This may compile the program a second time.
 
     Raises:
       ProgramError: the program takes no arguments, cannot be read, or shards nothing.

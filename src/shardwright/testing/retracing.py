@@ -29,7 +29,7 @@ def assert_no_retrace(
     """Call a function several times, and assert that only the first call traces or compiles.
 
     `assert_no_retrace(step, (state, batch), lambda out: (out, batch))` passes the result of a step
-    to the next one. The assertion fails if the result has another sharding than the argument,
+    to the next step. The assertion fails if the result has another sharding than the argument,
     because the second call then compiles again.
 
     Args:

@@ -23,7 +23,7 @@ _AXES_AND_SHAPE = operator.attrgetter("axes", "shape")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Paired:
-    """The arrays of a tree and their annotations, which are not yet checked.
+    """The arrays of a tree and their annotations. The annotations are not checked yet.
 
     Attributes:
       structure: Structure of the tree.
@@ -126,7 +126,7 @@ def annotated_leaves(tree: Any, annotations: Any = None) -> list[Leaf]:
 
 
 def _with_dicts(tree: Any) -> Any:
-    """Return a tree with a dict for each FrozenDict of flax, which has the same keys and order."""
+    """Replace each FrozenDict of flax in a tree by a dict with the same keys and order."""
 
     # For JAX, dict and FrozenDict are different nodes, so a tree with one does not fit annotations
     # with the other.

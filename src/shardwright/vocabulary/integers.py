@@ -1,7 +1,7 @@
 """Read sizes and counts that callers pass: integers of Python and NumPy, but not bools.
 
-Every room reads its integers here, so that all rooms accept the same values and raise the same
-errors.
+Every package reads its integers here, so that all packages accept the same values and raise the
+same errors.
 """
 
 from __future__ import annotations

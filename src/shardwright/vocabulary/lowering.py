@@ -142,7 +142,7 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
 @functools.lru_cache(maxsize=4096)
 def _lower_dim(entry: Any, semantic_axis: str) -> Dim:
     if isinstance(entry, MergedDim):
-        # The first member is major: if it is sharded, each shard has whole blocks of the others.
+        # The first member is major: if it is sharded, a shard has whole blocks of later members.
         return Dim(axes=(entry.members[0][0],), merged=entry.members)
     names = entry if isinstance(entry, tuple) else (entry,)
     if entry == EMPTY:

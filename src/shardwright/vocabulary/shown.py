@@ -1,6 +1,6 @@
 """Show a value without knowing how: as text, as HTML for a notebook, or as data for JSON.
 
-The room `show` is above all rooms that have values. `show` registers a function per class here.
+The package `show` imports all packages that have values, and registers a function per class here.
 `shardwright/__init__` names the file that registers each class. This file is imported when the
 first value of the class is shown, because tables and pages would slow down `import shardwright`.
 """
@@ -59,7 +59,7 @@ data_of: Final = ShownForm[dict[str, Any]]()
 
 def function_for(form: ShownForm[Shown], value: Any) -> Callable[..., Shown] | None:
     """Return the function of a form for the class of a value or for one of its bases, or None."""
-    # Also look at bases, because a class of another room may derive from a class that is shown.
+    # Also look at bases, because a class of another package may derive from a class that is shown.
     for base in type(value).__mro__:
         # Import in every call: if another thread is in the middle of the import, wait here.
         if base.__name__ in _FILES:

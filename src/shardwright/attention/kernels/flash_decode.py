@@ -4,7 +4,8 @@ See Dao et al. 2023. The bytes sent grow with the queries and never with the key
 collectives send the partial results:
 
 - Few queries take one all-gather of the shards' float32 outputs and logsumexps, which every shard
-  combines. That sends more bytes than two collectives, but saves the time to start the second one.
+  combines. That sends more bytes than two collectives, but saves the time to start a second
+  collective.
 - Many queries take two. In an all-to-all, each shard receives the partial results of some heads
   from all shards, and combines them. Each shard sends `(n - 1) / n` of its own partial results. An
   all-gather then replicates the output. (One all-reduce would send more bytes, because it would

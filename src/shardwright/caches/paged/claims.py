@@ -1,4 +1,4 @@
-"""Choose which free pages slots get for their next tokens.
+"""Choose free pages for the next tokens of slots.
 
 `references[page]` counts the table entries in use that name a page. A page with count 0 is free.
 Page numbers are small integers that every shard has, and every shard computes the same result.
@@ -19,13 +19,13 @@ class PageClaim:
     """The pages that slots get for their next tokens.
 
     Attributes:
-      served: `[batch]` bool, which of the slots that asked get all their pages; the others get
-        none.
+      served: `[batch]` bool, True for slots that asked for tokens and get all pages for them. Other
+        slots get no page.
       pages: `[batch, most]` int32, the new pages of each slot in the order of its tokens, then "no
         page".
       columns: `[batch, most]` int32, the table column of each new page.
-      shared: `[batch]` int32, a page that other slots use too, if the first new page must become a
-        copy of it; otherwise "no page".
+      shared: `[batch]` int32, the page of which the first new page must become a copy, because
+        other slots use it too. "No page" for a slot that needs no copy.
     """
 
     served: jax.Array

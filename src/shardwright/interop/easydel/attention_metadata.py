@@ -382,7 +382,8 @@ class AttentionMetadata:
             raise AttentionError(
                 what,
                 path="partition_manager",
-                fix="keep the strategy in its file, and give the manager after from_json",
+                fix="keep the strategy in its file, and after from_json, give its manager to "
+                "replace(partition_manager=...)",
             )
         axis = {
             name: value

@@ -47,7 +47,7 @@ class AttentionImpl(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def get_impl_name(cls) -> str | Sequence[str]:
-        """Return the name, or several names. Messages show the first one."""
+        """Return the name, or several names. Messages show the first name."""
 
     @classmethod
     @abc.abstractmethod
@@ -179,7 +179,7 @@ class AttentionImpl(abc.ABC):
 
 
 def impl_names(cls: type[AttentionImpl]) -> tuple[str, ...]:
-    """Return the names of an implementation. Messages show the first one."""
+    """Return the names of an implementation. Messages show the first name."""
     names = cls.get_impl_name()
     return (names,) if isinstance(names, str) else tuple(names)
 

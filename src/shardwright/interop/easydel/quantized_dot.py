@@ -236,7 +236,7 @@ def _forward(lhs: Any, rhs: Any, call: _DotCall) -> tuple[Any, tuple[Quantized, 
     return _dot_quantized(left, right, call), (left, right)
 
 
-# `kept` has both operands, and the gradient of each needs the other.
+# `kept` has both operands, because the gradient of each operand needs the other operand.
 _dot.defvjp(
     _forward,
     lambda call, kept, g: (_gradient(g, kept[1], 0, call), _gradient(g, kept[0], 1, call)),

@@ -289,8 +289,8 @@ def arrange(
         else:
             stem = (prefix + family.layers).removesuffix("#.")
             number = name.removeprefix(stem).partition(".")[0] if name.startswith(stem) else ""
-            # Skip layers after the last one, which predict further tokens, and frequencies, which
-            # are computed.
+            # Skip the layers after the decoder layers, because they predict further tokens. Skip
+            # frequencies, because they are computed.
             is_further = number.isdigit() and int(number) >= count
             if is_further or name.endswith("rotary_emb.inv_freq"):
                 continue

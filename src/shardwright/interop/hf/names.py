@@ -148,7 +148,7 @@ _NUMBERED: Final = re.compile(r"(?<=experts\.)\d+\.")
 
 
 def limited(problems: list[Problem]) -> list[Problem]:
-    """Return the first problems, and one that gives the number of the others."""
+    """Return the first problems, and one problem that gives the number of all further problems."""
     more = len(problems) - MOST_PROBLEMS
     if more <= 1:
         return problems
@@ -217,7 +217,7 @@ class NameTable:
 
     def _out_of_range(self, name: str, numbers: Mapping[str, int]) -> Problem | None:
         """Return a problem if the number of a layer or of an expert is too large."""
-        # DeepSeek-V3 numbers the layers that predict further tokens after the last one.
+        # DeepSeek-V3 numbers the layers that predict further tokens after its decoder layers.
         further = self.config.size("num_nextn_predict_layers") or 0
         for kind, number in numbers.items():
             if kind == "layers":

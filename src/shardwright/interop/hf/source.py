@@ -198,8 +198,8 @@ def cast(name: str, piece: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, 
 def place(name: str, source: Source, dtype: Any, sharding: NamedSharding) -> jax.Array:
     """Return a tensor as an array of this sharding.
 
-    A piece that several devices hold is read once. The piece is released before the next one is
-    read.
+    A piece that several devices hold is read once. The piece is released before the next
+    piece is read.
 
     Raises:
       MeshSpecError: The mesh is abstract.

@@ -86,7 +86,7 @@ def read_yaml(path: Path, key: str) -> tuple[Any, list[int]]:
         return value, []
     sequence = _yaml().SequenceNode
     lists = [node for name, node in root.value if name.value == key]
-    # Of equal keys, PyYAML keeps the value of the last one.
+    # If a key occurs several times, PyYAML keeps its last value.
     entries = lists[-1].value if lists and isinstance(lists[-1], sequence) else []
     return value, [entry.start_mark.line + 1 for entry in entries]
 

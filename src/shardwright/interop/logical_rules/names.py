@@ -213,7 +213,7 @@ def names_of_metadata(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _choice(name: str) -> str:
-    """Return an example with the axis that a name resembles, or the names of all axes."""
+    """Return the end of a fix: an example with the axis that the name resembles, or all axes."""
     axes = {file_name(axis): axis_label(axis) for axis in SEMANTIC_AXES}
     # A name may be the start of an axis, as `mlp` of `mlp_intermediate`, although spelling alone
     # would not suggest the axis.

@@ -244,8 +244,7 @@ def _chain(
 def candidate_shards(pm: PartitionManager, name: str, target: Any) -> tuple[int, ...]:
     """Return each number of shards that the rule of a name may give to a dim.
 
-    Two sizes get the same mesh axes if, for each of these numbers, both or neither of the sizes are
-    multiples of it.
+    Two sizes get the same mesh axes if they are multiples of the same numbers of the result.
     """
     rule, policy = _rule(pm, *_exported(pm, name, target)), pm.rules.policy
     candidates = [

@@ -383,8 +383,8 @@ def _between(
     """Return a rule of another axis that is between the rules of two names, and uses their axes."""
     places = {id(pair): at for at, pair in enumerate(pairs)}
     for one, other in zip(first, second, strict=False):
-        # Only a rule between these two rules can take a mesh axis after the first one and before
-        # the second one.
+        # Rules apply in the order of the list. So only rules that stand between these two rules can
+        # take a mesh axis after the earlier rule and before the later rule.
         start, end = sorted((places[id(one)], places[id(other)]))
         for pair in pairs[start:end]:
             is_other = targets[pair.name] != targets[one.name]

@@ -153,8 +153,8 @@ def update_fp8_metas(state: Any) -> Any:
     That layout has `amax`, `[rows, history]`, `scale` and `scale_inv`, `[rows, 1]`, perhaps with a
     prefix and a postfix such as `fp8_meta_amax_0`. Rows are (input, kernel, gradient) of each
     matmul. The new scale is `largest / amax / 2^margin`, where `largest` is the largest number of
-    the format. Where amax is 0 or not finite, the old scale is kept. The recipe is the one that
-    `autocast` has entered, else `DelayedScaling()`.
+    the format. Where amax is 0 or not finite, the old scale is kept. The recipe is that of the
+    entered `autocast`, else `DelayedScaling()`.
 
     A state in the new layout needs no update, because its gradient is the new state.
 

@@ -159,7 +159,8 @@ def attend(
       bias: Broadcasts to `[batch, heads, q_length, kv_length]`.
       offset: `[1, heads, 1, 1]`, for the learned softmax.
       dropout_key: A JAX key. None drops nothing.
-      start: Position of the first query, for a cache: keys after the query are then hidden.
+      start: Position of the first query, if the keys come from a cache. Defaults to 0, or to what
+        the mask type says.
 
     Raises:
       LayerError: The mask type needs a mask, or bias and bias type do not agree.

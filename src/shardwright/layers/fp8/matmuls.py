@@ -190,7 +190,7 @@ def forward(call: Fp8Call, x: Any, kernels: tuple[Any, ...], scales: Any, *, kee
             own = _stored(call, static, _quantized(call, kernel, scale, kernel.ndim - 1, form))
         kept.append(own)
     if keep and call.blocks:
-        # dw contracts the dims of tokens, so it needs blocks of x along the last one.
+        # dw contracts the dims of tokens, so it needs blocks of x along the last of these dims.
         left = _quantized(call, x, x_scale, rows - 1, form)
     return Forward(
         ys=tuple(ys),
@@ -216,8 +216,8 @@ def backward(
     for grad, own, static, given in zip(grads, kept.kernels, call.kernels, scales, strict=True):
         amax, scale = _scale(call, grad, given, form)
         left = _quantized(call, grad, scale, grad.ndim - 1, form)
-        # The barrier makes the second gather depend on the gradient. Else XLA would merge it with
-        # the first one, and keep the gathered kernel from the forward to the backward pass.
+        # The barrier makes this second gather depend on the gradient. Otherwise XLA would merge the
+        # two gathers, and keep the gathered kernel from the forward to the backward pass.
         later, left = jax.lax.optimization_barrier((own, left))
         right = _gathered(call, static, later)
         outputs = tuple(range(call.contract, own.value.ndim))
@@ -297,8 +297,8 @@ def _multiply(
     # the sum.
     a, b = (dequantize(x, dtype) if call.blocks else x.value for x in (left, right))
     if out is not None:
-        # While a scan is differentiated, the manager of its body, as in a pipeline stage, is not
-        # ambient. So enter it.
+        # While a scan is differentiated, the manager of its body is not ambient, for instance that
+        # of a pipeline stage. So enter it.
         with call.manager or contextlib.nullcontext():
             y = dot_general(a, b, numbers, out=out, mode=call.mode, preferred_element_type=dtype)
     else:

@@ -72,7 +72,7 @@ class _DeviceTime:
 
     @property
     def window(self) -> float:
-        """Time from the first operation to the end of the last one, gaps between runs included."""
+        """Time from the first operation to the end of the last operation, gaps included."""
         return max(each.end for each in self.operations) - self.operations[0].start
 
     def exposed(self, names: Iterable[str]) -> float:

@@ -119,8 +119,8 @@ class Candidate:
         """
         settings = tuple(self.settings.items())
         names = (self.variant, self.name, self.mesh, tuple(self.sizes.items()), settings)
-        # Of candidates with equal costs, the one with the fewest mesh axes comes first, then the
-        # one whose strategy was given first.
+        # If costs are equal, the candidate with fewer mesh axes comes first. If these are equal
+        # too, the candidate whose strategy was given first comes first.
         axes = sum(size > 1 for size in self.sizes.values())
         verdict = _VERDICTS.index(self.verdict)
         return (verdict, self.seconds, self.most_bytes, axes, self.position, *names)
@@ -174,10 +174,10 @@ class SearchReport:
 
     @property
     def front(self) -> tuple[Candidate, ...]:
-        """The candidates that no other one beats, those that fit first, the fastest first.
+        """The candidates that no other candidate beats. Those that fit come first, by time.
 
-        A candidate is beaten if another one takes no more time in any mode and no more memory. If
-        the candidate fits, the other one must fit too.
+        A candidate is beaten if another candidate takes no more time in any mode and no more
+        memory. A candidate that fits is beaten only by a candidate that fits too.
         """
         front: list[tuple[Candidate, tuple[float, ...]]] = []
         for candidate in self.candidates:

@@ -53,7 +53,7 @@ from shardwright.vocabulary.units import bytes_text
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-# Number of programs that are walked by default, which takes 20 seconds for a decoder. On
+# Number of programs that are walked by default. The walks take 20 seconds for a decoder. On
 # 2xv5p:4x4x4, 16xh100:8 and 4xgb200:72, a walk of all candidates of an 8B decoder found the ten
 # best among these programs.
 WALKS: Final = 40
@@ -107,7 +107,7 @@ def search(
 
     Raises:
       StrategyError: A strategy has no mesh, there is no candidate, or there are too many.
-      MeshSpecError: There is no such slice, or no strategy has one of `axes`.
+      MeshSpecError: There is no such slice, or `axes` names a mesh axis that no strategy has.
       ShardingError: A pin is invalid, two pins contradict each other, an alternative fits no
         strategy, or no candidate resolves. If none resolves, this is the error of the first
         candidate.

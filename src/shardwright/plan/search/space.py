@@ -84,7 +84,8 @@ class Space:
         """Return every candidate, always in the same order.
 
         Raises:
-          MeshSpecError: No strategy has one of the axes, or a pinned size is not a number.
+          MeshSpecError: `axes` or a pin names a mesh axis that no strategy has, or a pinned size is
+            not a number.
           StrategyError: A strategy has no mesh, there is no candidate, or there are too many.
         """
         self._check_axes()

@@ -40,7 +40,7 @@ class VerifiedCandidate:
 
     @property
     def seconds(self) -> float:
-        """Upper end of the time, with the bytes that the compiled programs send."""
+        """Upper end of the time, computed from the bytes that the compiled programs send."""
         return sum(map(compiled_seconds, self.verifications.values()))
 
     @property
@@ -64,7 +64,7 @@ class VerifiedCandidate:
 
 
 def compiled_seconds(verification: Verification) -> float:
-    """Return the upper end of the time, with the bytes that the compiled program sends.
+    """Return the upper end of the time, computed from the bytes that the compiled program sends.
 
     Operations and memory traffic stay those of the plan.
     """

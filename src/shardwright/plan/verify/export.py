@@ -58,7 +58,7 @@ def export_program(
       program: What to export.
       traced: Its trace, which has the annotations of the arguments and results.
       platform: `tpu`, `gpu` or `cpu`.
-      chip: Name of the chip, which kernels are made for. Required if the program calls one.
+      chip: Name of the chip that kernels are made for. Required if the program calls one.
 
     Raises:
       ShardingError: An annotation does not resolve.

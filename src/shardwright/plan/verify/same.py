@@ -40,7 +40,7 @@ _COMMENT = re.compile(r"/\*index=\d+\*/")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """An instruction of one program that the other one lacks.
+    """An instruction of one program that the other program lacks.
 
     Attributes:
       name: Its name in the text.

@@ -178,9 +178,10 @@ def _mark_hosted(
 
 
 def _is_written_carry(step: PlanStep) -> bool:
-    """Tell whether an equation writes a part of a loop's carry, which XLA does in place.
+    """Tell whether an equation writes a part of a loop's carry.
 
-    The carry is counted outside of the loop. So it has no buffer, and neither has the result.
+    XLA writes such a part in place. The carry is counted outside of the loop. So neither the carry
+    nor the result has a buffer here.
     """
     return step.name in _WRITES and not step.values[0].free and step.values[0].buffer is None
 

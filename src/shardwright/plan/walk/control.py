@@ -67,7 +67,7 @@ def scan(step: PlanStep) -> list[ShardedValue]:
     }
     for start, end, variable, later in zip(starts, ends, body.outvars, step.wanted, strict=False):
         if later is not None and start.free:
-            # A compiler may reduce-scatter the sum in each step, as its later use shards it.
+            # A compiler may reduce-scatter the sum of each step into the sharding of a later use.
             step.doubt(summed & axes_of(later) - end.mesh_axes, _SUMMED)
             if end.buffer is not None:
                 part = step.ledger.local_bytes(variable.aval, later)
@@ -276,7 +276,10 @@ def call(step: PlanStep) -> list[ShardedValue] | None:
 
 
 def _own_dims(step: PlanStep, key: str, avals: Sequence[Any]) -> list[Dims | None]:
-    """Return the dims that the shardings of a `jit` require, or None where it has none."""
+    """Return the mesh axes of each dim that a `jit` requires of its arguments or results.
+
+    None stands for an array without a sharding in the `jit`.
+    """
     shardings = step.parameters.get(key) or [None] * len(avals)
     return [
         _dims_of(step, sharding, aval.ndim) if isinstance(sharding, Sharding) else None
@@ -285,7 +288,10 @@ def _own_dims(step: PlanStep, key: str, avals: Sequence[Any]) -> list[Dims | Non
 
 
 def _dims_of(step: PlanStep, sharding: Sharding, ndim: int) -> Dims | None:
-    """Return the dims of a sharding. If the sharding is on another mesh, the plan is incomplete."""
+    """Return the mesh axes of each dim in a sharding.
+
+    If the sharding is on another mesh, return None: the plan is incomplete then.
+    """
     sizes = step.ledger.sizes
     if isinstance(sharding, NamedSharding):
         held = {axis: size for axis, size in sharding.mesh.shape.items() if size > 1}

@@ -28,13 +28,13 @@ def demands(
     sizes: Mapping[str, int],
     target: Callable[[Any], Dims | None],
 ) -> Demands:
-    """Return the dims (mesh axes of each dim) that later constraints require of each variable.
+    """Return the sharding (mesh axes of each dim) that later constraints require of each variable.
 
     Args:
       jaxpr: The equations.
-      outputs: Dims that are required of each output, or None.
+      outputs: The sharding that is required of each output, or None.
       sizes: Size of each mesh axis.
-      target: Returns the dims that a constraint requires, or None if it requires none.
+      target: Returns the sharding that a constraint requires, or None if it requires none.
     """
     demands_by_variable: Demands = {}
 
@@ -61,7 +61,9 @@ def demands(
 
 
 def far_demands(jaxpr: Any, near: Demands, sizes: Mapping[str, int]) -> Demands:
-    """Return the dims that constraints after a later matmul suggest for variables without a demand.
+    """Return the sharding that constraints after a later matmul suggest for each variable.
+
+    Only variables without a demand are in the result.
 
     XLA's sharding propagation carries a sharding back through a matmul, if nothing else decides
     first. The plan does not follow this propagation, and only marks the matmuls where it may
@@ -99,7 +101,7 @@ def far_demands(jaxpr: Any, near: Demands, sizes: Mapping[str, int]) -> Demands:
 def _demands_of_operands(
     equation: Any, dims: Dims, sizes: Mapping[str, int]
 ) -> Sequence[Dims | None]:
-    """Return the dims required of each operand, if `dims` are required of the result."""
+    """Return the sharding required of each operand, if `dims` is required of the result."""
     name = equation.primitive.name
     known = correspondence(equation) if name in _PASSED_ON else None
     if known is None:

@@ -44,7 +44,7 @@ def placed(
 def spread(
     known: Correspondence, side: FactorsByDim, order: AxesByFactor, sizes: Mapping[str, int]
 ) -> Dims:
-    """Return the dims of an array from the mesh axes of its factors."""
+    """Return the mesh axes of each dim of an array from those of its factors."""
     dims = []
     for factors in side:
         axes: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
-"""Choose the values that a compiler fuses into their uses, which take no memory.
+"""Choose the values that a compiler fuses into their uses.
 
-A fused value keeps its operands in memory instead.
+A fused value takes no memory, but keeps its operands in memory.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _reach(entries: Sequence[Entry]) -> dict[Buffer, int]:
 def read_instead(
     entries: Sequence[Entry], fused: Container[Buffer]
 ) -> dict[Buffer, tuple[Buffer, ...]]:
-    """Return, for each fused buffer, the buffers that its uses read in its place, as `held` does.
+    """Return, for each fused buffer, the buffers that its uses read in its place.
 
     Equations come after those that make their operands, so each buffer is looked at once.
 

@@ -113,7 +113,7 @@ def _with_rows(step: PlanStep, update: ShardedValue) -> ShardedValue:
 
 
 def _targets(dims: Dims, update: Dims, pairs: dict[int, int]) -> Dims:
-    """Return the dims that updates must have before they are written to an operand with `dims`."""
+    """Return the sharding that updates need before they are written to an operand with `dims`."""
     targets: list[tuple[str, ...]] = [()] * len(update)
     for dim, at in pairs.items():
         targets[at] = dims[dim]
@@ -138,7 +138,7 @@ def gather(step: PlanStep) -> list[ShardedValue]:
     held: dict[Name, Dims] = {"table": value.dims, "index": index.dims, "rows": ()}
     decided = not index.free or step.wanted[0] is not None
     if lookup is not None and decided and not value.free:
-        # Without a later constraint, the rows keep the dims of the table, and then of the index.
+        # Without a later constraint, the rows keep the mesh axes of the table, then of the indices.
         natural: list[tuple[str, ...]] = [()] * result.ndim
         for at, to in lookup.columns.items():
             natural[to] = value.dims[at]
@@ -189,9 +189,9 @@ def _lookup(step: PlanStep, columns: Mapping[int, int], *, adds: bool) -> Lookup
 
 
 def _entries(step: PlanStep, *, adds: bool) -> tuple[int, ...]:
-    """Return the table dims that indices select single entries of.
+    """Return the dims of the table from which indices select single entries.
 
-    The rows do not have such a dim, or have it with size 1: `vmap` of a slice or of `x[i]` keeps
+    The rows lack such a dim, or have it with size 1, because `vmap` of a slice or of `x[i]` keeps
     it.
     """
     numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
@@ -202,9 +202,10 @@ def _entries(step: PlanStep, *, adds: bool) -> tuple[int, ...]:
 
 
 def _windows(step: PlanStep, *, adds: bool) -> dict[int, int]:
-    """Return table dim -> row dim for the dims of a window, the slice that one index selects.
+    """Return table dim -> row dim for the dims of a window.
 
-    A scatter has the same dims of windows as a gather, under other names.
+    A window is the slice that one index selects. The dims of windows have different names in a
+    scatter and in a gather.
     """
     numbers = step.parameters["dimension_numbers"]
     removed = numbers.inserted_window_dims if adds else numbers.collapsed_slice_dims

@@ -87,7 +87,7 @@ class Ledger:
         return tuple(name for each in names for name in self._renaming.get(each, (each,)))
 
     def dims_of(self, spec: PartitionSpec, ndim: int) -> Dims:
-        """Return the dims of a spec in the trace."""
+        """Return the mesh axes of each dim in a spec of the trace."""
         entries = [
             entry if entry is PartitionSpec.UNCONSTRAINED else self.renamed(entry_names(entry))
             for entry in spec.partitions
@@ -162,7 +162,7 @@ class Ledger:
         *,
         origins: Mapping[str, Origin],
     ) -> ShardedValue:
-        """Move a value to other dims, and note the collectives of the move.
+        """Move a value to another sharding, and note the collectives of the move.
 
         The order is that of XLA's partitioner: reduce-scatters, slices (which send nothing),
         all-reduces, all-to-alls, all-gathers and permutes.
@@ -319,7 +319,7 @@ class Ledger:
           value: The value, maybe a partial sum.
           aval: Its shape and dtype.
           location: The equation that needs the complete sum.
-          wanted: The dims that a later constraint gives the value.
+          wanted: Mesh axes of each dim that a later constraint gives the value.
         """
         if not value.owed:
             return value

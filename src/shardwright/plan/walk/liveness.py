@@ -82,7 +82,7 @@ class Timeline:
         carries: Iterable[Buffer] = (),
         after: Buffer | None = None,
     ) -> None:
-        """Add an equation, at the end or right after the one that makes the buffer `after`."""
+        """Add an equation, at the end or right after the equation that makes the buffer `after`."""
         entry = Entry(
             uses=tuple(uses),
             births=tuple(births),
@@ -370,7 +370,7 @@ class Timeline:
 
 
 def _late(entries: Sequence[Entry]) -> list[Entry]:
-    """Return equations, where those with early results come right before their first reader."""
+    """Return equations in an order in which early results come right before their first reader."""
     makers = {birth: entry for entry in entries if entry.early for birth in entry.births}
     ordered: dict[int, Entry] = {}  # keyed by id, because two different equations may compare equal
 
@@ -436,8 +436,9 @@ def _depth_first(entries: Sequence[Entry], results: Iterable[Buffer]) -> list[En
 def _parts_first(entries: list[Entry]) -> list[Entry]:
     """Return equations in an order in which parts of an array are read before it is overwritten.
 
-    The derivative of an update of an array writes zeros into the gradient, then reads the part that
-    was there. XLA reads first if it can. Otherwise it would have to copy the array.
+    In a trace, the derivative of `x.at[i].set(v)` first writes zeros into part i of the gradient,
+    and then reads what this part held before. XLA reads first if it can. Otherwise it would have to
+    copy the array.
     """
     written: dict[Buffer, Entry] = {}
     # keyed by id, because two different equations may compare equal
@@ -468,7 +469,7 @@ def _is_fetch(entry: Entry) -> bool:
 def _one_by_one(entries: Sequence[Entry]) -> list[Entry]:
     """Return equations in an order that needs few fetched arrays at a time.
 
-    optax computes one moment of all parameters, then the next one. A compiler may finish one
+    optax computes one moment of all parameters, then the next moment. A compiler may finish one
     parameter before it fetches the state of the next. So, among equations that depend on a fetch,
     the longest chains come first. Each equation is right after its operands and before its copies
     to the host.

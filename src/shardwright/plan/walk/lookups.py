@@ -63,14 +63,14 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LookupMove:
-    """A move of one of the arrays to other dims.
+    """A move of one of the arrays to another sharding.
 
-    If it is the result, a sum may come before the move.
+    If the array is the result, a sum may come before the move.
 
     Attributes:
       name: The array.
-      held: Its dims before.
-      goal: Its dims after.
+      held: Mesh axes of each dim before the move.
+      goal: Mesh axes of each dim after the move.
       summed: Mesh axes over which the array is a partial sum before the move.
     """
 
@@ -82,23 +82,23 @@ class LookupMove:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Level:
-    """The dims of the three arrays at one level, and the mesh axes that no group uses yet."""
+    """Shardings of the three arrays at one level, and the mesh axes that no group uses yet."""
 
     dims: Mapping[Name, Dims]
     free: frozenset[str]
 
     def inner(self, name: Name) -> Dims:
-        """Return the dims of an array without the mesh axes of groups."""
+        """Return the sharding of an array without the mesh axes of groups."""
         return tuple(tuple(a for a in axes if a in self.free) for axes in self.dims[name])
 
     def outer(self, name: Name) -> Dims:
-        """Return the dims of an array with the mesh axes of groups only."""
+        """Return the sharding of an array with the mesh axes of groups only."""
         return tuple(tuple(a for a in axes if a not in self.free) for axes in self.dims[name])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Option:
-    """One method at one level: the dims by which it groups, and the next level."""
+    """One method at one level: the mesh axes by which it groups, and the next level."""
 
     group: frozenset[str]
     after: _Level
@@ -111,7 +111,8 @@ def partition(lookup: Lookup, dims: Mapping[Name, Dims]) -> tuple[list[LookupMov
 
     Args:
       lookup: The gather or scatter.
-      dims: Dims of the three arrays. The dims of the result are those that its uses require.
+      dims: Mesh axes of each dim of the three arrays. Those of the result are what its uses
+        require.
     """
     moves: list[LookupMove] = []
     sure = _partition(lookup, _Level(dims=dims, free=frozenset(lookup.sizes)), moves)
@@ -132,8 +133,8 @@ def _partition(lookup: Lookup, level: _Level, moves: list[LookupMove]) -> bool:
         moves += [each for n in operands for each in _route(n, level.dims[n], whole[n])]
         moves.append(LookupMove(name=result, held=whole[result], goal=level.dims[result]))
         return True
-    # XLA takes the cheapest option: `GatherPartitionMethodsOrderedByCost`, same for scatters. Of
-    # options with equal costs, `min` keeps the first one, in the order of XLA's list.
+    # XLA takes the cheapest option: `GatherPartitionMethodsOrderedByCost`, same for scatters. If
+    # several options have this cost, `min` keeps the option that is first in XLA's list.
     chosen = min(options, key=lambda option: _cost(lookup, level, option))
     after = chosen.after
     changed = [name for name in _NAMES if name != result]
@@ -146,7 +147,7 @@ def _partition(lookup: Lookup, level: _Level, moves: list[LookupMove]) -> bool:
 
 
 def _options(lookup: Lookup, level: _Level) -> Iterator[_Option | None]:
-    """Yield those methods, in XLA's order, that have dims to group by."""
+    """Yield, in XLA's order, the methods that have mesh axes to group by; None for the others."""
     table, index, rows = (level.inner(name) for name in _NAMES)
     yield _by_columns(lookup, level, axes_of(tuple(table[at] for at in lookup.columns)))
     yield _by_entries(lookup, level, axes_of(tuple(table[at] for at in lookup.entries)))
@@ -177,8 +178,8 @@ def _by_entries(lookup: Lookup, level: _Level, group: frozenset[str]) -> _Option
         return None
     index, sure = _freed(lookup, level, "index", group)
     rows, also = _freed(lookup, level, "rows", group)
-    # The indices and rows of one device must be of the same tokens. The array that is still sharded
-    # gives its sharding to the other.
+    # The indices and rows of one device must be of the same tokens. If only one of the two arrays
+    # is still sharded, the other array gets its sharding.
     pairs = lookup.tokens.items()
     if any(index) and not any(rows):
         where = {to: index[at] for at, to in pairs}

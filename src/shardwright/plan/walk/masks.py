@@ -100,14 +100,14 @@ def required_dims(
     sizes: Mapping[str, int],
     target: Callable[[Any], Dims | None],
 ) -> dict[EquationIds, Dims]:
-    """Return the dims that later constraints require of each mask of `groups`, or of an equal one.
+    """Return the sharding that later constraints require of each mask, or of an equal mask.
 
     Args:
       jaxpr: The program.
       groups: What `equal_masks` returned.
-      outputs: Dims that are required of each output, or None.
+      outputs: The sharding that is required of each output, or None.
       sizes: Size of each mesh axis.
-      target: Returns the dims that a constraint requires, or None if it requires none.
+      target: Returns the sharding that a constraint requires, or None if it requires none.
     """
     if not groups:
         return {}

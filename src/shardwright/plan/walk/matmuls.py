@@ -80,7 +80,7 @@ def ragged_dot(step: PlanStep) -> list[ShardedValue]:
     numbers, labels = step.parameters["ragged_dot_dimension_numbers"], Labels.of(step.equation)
     step.move(2, ((),) * step.avals[2].ndim)
     ragged = {labels.operands[0][dim] for dim in numbers.lhs_ragged_dimensions}
-    # If one operand shards a contracted dim, the other one is sliced to match: XLA always sums.
+    # If one operand shards a contracted dim, XLA slices the other operand to match: it always sums.
     summed: dict[str, tuple[str, ...]] = {}
     whole = [step.whole(0), step.whole(1)]
     for names, value in zip(labels.operands, whole, strict=True):
@@ -137,7 +137,7 @@ def follow_matmul(
         step.move(at, dims(names), use=_use(step, at, values[at], names, order))
     _count(step, labels, order)
     owed = frozenset(axis for axis, label in places.items() if label.startswith("c"))
-    # XLA adds over the mesh axes of the first contracted dim, then of the second one, and so on.
+    # XLA adds over the mesh axes of one contracted dim after the other.
     contracted = (label for label in order if label.startswith("c"))
     groups = tuple(frozenset(order[label]) for label in contracted if order[label])
     result = ShardedValue(

@@ -47,7 +47,7 @@ _PAIR: Final = 2
 
 
 def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> ValueMove:
-    """Return the collectives that move a value from the dims `held` to the dims `goal`.
+    """Return the collectives that move a value from the sharding `held` to the sharding `goal`.
 
     Each rule is measured on compiled programs:
 
@@ -56,8 +56,9 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> ValueMove:
       and appends them to the other dim. If their order is then not that of `goal`, a permute
       follows. If mesh axes change places between three dims, XLA gathers them instead.
     * A mesh axis that is removed needs an all-gather. Dims are gathered one by one, the last dim
-      first. If the mesh axis is not the last one of its dim, a permute comes first.
-    * If one mesh axis replaces another one in a dim, a permute of the smaller shards is needed.
+      first. If another mesh axis follows it in its dim, a permute comes before the all-gather.
+    * If a mesh axis of a dim is replaced by another mesh axis, a permute of the smaller shards is
+      needed.
     """
     # `PartitionedHlo::ReshardNoCache` of XLA's SPMD partitioner tries a permute, an all-to-all,
     # slices and all-gathers, in this order, and then pairs of these. As a last resort, it gathers
@@ -105,7 +106,7 @@ def _transfer(
 
 
 def _sliced(held: Dims, goal: Dims) -> Dims:
-    """Return the dims after the slices: mesh axes that are new are appended to their dims."""
+    """Return the mesh axes of each dim after the slices, which add those that `held` lacks."""
     used = axes_of(held)
     return tuple(
         (*have, *(axis for axis in want if axis not in used))
@@ -140,7 +141,7 @@ def _replaced(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> list[Transfer
 def _gathered(
     current: Dims, gone: Iterable[str], sizes: Mapping[str, int]
 ) -> tuple[list[Transfer], Dims]:
-    """Return the gathers over removed mesh axes, and the dims after them."""
+    """Return the gathers over removed mesh axes, and the mesh axes of each dim after them."""
     going = set(gone)
     dims = list(current)
     transfers = []
@@ -211,7 +212,7 @@ def _entered(
             pairs.append((have[0], want[0]))
     if len(pairs) == 2 and pairs[0] == pairs[1][::-1]:
         return pairs[0]
-    # A new mesh axis replaces the one that moves to another dim.
+    # A new mesh axis replaces a mesh axis that moves to another dim.
     return pairs[0] if len(pairs) == 1 == len(moved) and len(changed) == 2 else None
 
 

@@ -1,4 +1,4 @@
-"""Copies of written arrays in layouts that are padded, which compilers for TPUs may make.
+"""Copies that compilers for TPUs may make of written arrays, in padded layouts.
 
 A TPU keeps an array in tiles of 128 elements of its last dim. An argument whose last dim is
 shorter gets another order of dims, which is not padded. A write of rows at computed positions needs
@@ -67,7 +67,7 @@ def padded_copies(
 
 
 def is_across(buffer: Buffer) -> bool:
-    """Tell whether a stored matrix has its first dim along the lanes, as its last dim is short."""
+    """Tell whether a matrix is stored with its first dim along the lanes: its last is short."""
     if len(buffer.shape) != _MATRIX or for_gpus():
         return False
     rows, columns = buffer.shape

@@ -27,15 +27,17 @@ class Peers:
         self._equations = equations
         self._makers: dict[Any, Any] = {}
         self._users: dict[Any, list[Any]] = {}
-        # Several paths may lead to one value. A value for which nothing is found is looked up once.
+        # Several paths may lead to one value. Remember the values for which nothing was found, so
+        # that each is looked up only once.
         self._seen: set[Any] = set()
 
     def ask(self, variable: Any, asked: dict[Any, Dims], held: Mapping[Any, ShardedValue]) -> None:
-        """Add the dims that `dims` finds for a variable to `asked`, if they are not there yet.
+        """Add the sharding that `dims` finds for a variable to `asked`, if it is not there yet.
 
         Args:
           variable: The result of a scatter.
-          asked: Variable -> the dims that later equations require. It is changed in place.
+          asked: Variable -> the mesh axes of each dim that later equations require. It is changed
+            in place.
           held: The values that are already computed.
         """
         if variable not in asked and (dims := self.dims(variable, held)) is not None:
@@ -44,7 +46,7 @@ class Peers:
     def dims(
         self, variable: Any, held: Mapping[Any, ShardedValue], *, depth: int = _DEPTH
     ) -> Dims | None:
-        """Return the dims of a value that an elementwise equation combines with a variable.
+        """Return the sharding of a value that an elementwise equation combines with a variable.
 
         Args:
           variable: The result of a scatter.
@@ -52,7 +54,7 @@ class Peers:
           depth: Largest number of equations that are followed.
         """
         if not self._makers:
-            # Most jaxprs have no scatter, so the index is made for the first one.
+            # Most jaxprs have no scatter, so the index is made at the first scatter.
             self._index()
         self._seen = set()
         return self._of_users(variable, held, depth)
@@ -101,7 +103,7 @@ class Peers:
 def _inside(
     equation: Any, body: Any, variable: Any, held: Mapping[Any, ShardedValue], depth: int
 ) -> Dims | None:
-    """Return the dims that a called jaxpr combines with one of its operands."""
+    """Return the sharding of a value that a called jaxpr combines with one of its operands."""
     # A `cond` by platform has one operand more than its branches: the index of the branch.
     given = equation.invars[len(equation.invars) - len(body.invars) :]
     pairs = list(zip(body.invars, given, strict=True))

@@ -127,7 +127,7 @@ class ShardingWalker:
           jaxpr: The equations.
           inputs: One value per input.
           location: Where the jaxpr runs. Defaults to the start of the program.
-          wanted: Per output, the dims that its consumer requires, or None.
+          wanted: Per output, the sharding that its consumer requires, or None.
           ledger: Where events are noted. Defaults to the walker's.
         """
         notes = self.ledger if ledger is None else ledger
@@ -199,7 +199,7 @@ class ShardingWalker:
 def _target_dims(
     target: Callable[[Any], ShardedValue | None], sizes: Mapping[str, int]
 ) -> Callable[[Any], Dims | None]:
-    """Return a function from a constraint to its dims, or to None if it keeps some dims."""
+    """Return a function from a constraint to its sharding, or to None if it keeps that of a dim."""
 
     def dims(equation: Any) -> Dims | None:
         result = equation.outvars[0].aval

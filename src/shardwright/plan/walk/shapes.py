@@ -158,14 +158,14 @@ def device_put(step: PlanStep) -> list[ShardedValue]:
 
 
 def _scattered_later(step: PlanStep, value: ShardedValue, dims: Dims) -> Dims:
-    """Return the dims of a later constraint if it keeps only a part of a sum, else `dims`.
+    """Return the sharding of a later constraint if it keeps only a part of a sum, else `dims`.
 
     Compilers then turn the all-reduce into a reduce-scatter, unless the sum has other uses.
     """
     later, variable = step.wanted[0], step.equation.outvars[0]
     if later is None or step.scope.uses[variable] != 1 or not value.owed <= axes_of(later):
         return dims
-    # If the later constraint only slices further, go to its dims now. Then the sum needs no other
-    # move.
+    # If the later constraint only slices further, go to its sharding now. Then the sum needs no
+    # other move.
     refines = all(axes == part[: len(axes)] for axes, part in zip(dims, later, strict=True))
     return later if refines else dims

@@ -29,17 +29,17 @@ class Scope:
 
     Attributes:
       ledger: Where events are noted.
-      asked: Variable -> the dims that a later constraint requires.
-      suggested: Variable -> the dims that a constraint after a later matmul suggests.
+      asked: Variable -> the mesh axes of each dim that a later constraint requires.
+      suggested: Variable -> those that a constraint after a later matmul suggests.
       uses: Variable -> number of uses, results of the jaxpr included.
       needed_whole: Variables with several uses where at least one use needs the complete sum.
-      target: Returns the dims and origins that a constraint equation requires.
+      target: Returns the sharding and origins that a constraint equation requires.
       follow: Walks an inner jaxpr; see `Walker.run`.
       known: Names of the primitives that have a rule.
       settled: Variable -> its complete sum, for partial sums that were already completed.
       moved: (variable, dims, use) -> the moved value, for moves that were already noted.
-      masks: Masks that the program computes twice -> the dims that the uses of both require.
-      mask_origins: Mesh axis -> an origin that explains it in the dims of a mask.
+      masks: Masks that the program computes twice -> the sharding that the uses of both require.
+      mask_origins: Mesh axis -> an origin that explains it in the sharding of a mask.
     """
 
     ledger: Ledger
@@ -79,13 +79,13 @@ class PlanStep:
 
     @property
     def wanted(self) -> list[Dims | None]:
-        """Per result, the dims that a later constraint requires, or None."""
+        """Per result, the sharding that a later constraint requires, or None."""
         return [self.scope.asked.get(variable) for variable in self.equation.outvars]
 
     def wanted_over(self, axis: str) -> Dims | None:
-        """Dims of the first result that decide which dim a mesh axis shards, or None.
+        """Sharding of the first result that decides which dim a mesh axis shards, or None.
 
-        Over an Explicit mesh axis, these are the dims of its type, else those of a later
+        Over an Explicit mesh axis, this is the sharding of the result's type, else that of a later
         constraint.
         """
         result = self.results[0]
@@ -95,7 +95,7 @@ class PlanStep:
 
     @property
     def suggested(self) -> Dims | None:
-        """Dims of the first result that a constraint after a later matmul suggests, or None."""
+        """Sharding of the first result that a constraint after a later matmul suggests, or None."""
         return self.scope.suggested.get(self.equation.outvars[0])
 
     def walk(
@@ -169,9 +169,9 @@ class PlanStep:
         return self.values[at]
 
     def move(self, at: int, dims: Dims, *, use: object = None) -> ShardedValue:
-        """Move an operand to other dims.
+        """Move an operand to another sharding.
 
-        Moves of one variable with equal dims and an equal use are merged, as in XLA.
+        As in XLA, moves of one variable to one sharding for an equal use are merged.
 
         Args:
           at: Position of the operand.

@@ -34,7 +34,7 @@ def _unreduced(avals: Iterable[Any]) -> frozenset[str]:
 
 
 def with_owed(step: PlanStep) -> PlanStep:
-    """Return the equation, with operands that owe those sums which its types complete.
+    """Return the step. Its operands are marked as partial sums where its types complete these sums.
 
     While a type is unreduced, equations run on the terms of the sum. A reshard to a reduced type
     adds up the terms.
@@ -51,7 +51,7 @@ def with_owed(step: PlanStep) -> PlanStep:
 
 
 def with_typed_constants(step: PlanStep) -> PlanStep:
-    """Return an equation where operands that any device can compute have the dims of their types.
+    """Return a step where operands that every device can compute have the sharding of their types.
 
     JAX lowers these types to constraints. XLA follows the constraints in two places: at a matmul,
     and after a reshard to Auto mesh axes, where JAX puts each gather and scatter. At all other

@@ -60,8 +60,9 @@ class ShardedValue:
       origins: Mesh axis -> why it is in `dims` or `owed`.
       lookups: The lookups whose gradients it adds up: place, and mesh axes of table, indices and
         rows.
-      table_moves: If it is a scatter into zeros: moves, from dims to dims, of the value to which it
-        is added. XLA scatters into that value instead of the zeros, and so moves it like the zeros.
+      table_moves: If it is a scatter into zeros: moves, from sharding to sharding, of the value to
+        which it is added. XLA scatters into that value instead of the zeros, and so moves it like
+        the zeros.
       summed: Kinds and mesh axes of the collectives that completed it, if it was a partial sum.
       buffer: Its memory, or None if it needs none (constants) or the walk does not count memory.
     """
@@ -86,7 +87,7 @@ class ShardedValue:
         return axes_of(self.dims)
 
     def with_dims(self, dims: Iterable[Iterable[str]]) -> ShardedValue:
-        """Return the value with other dims. All other fields stay."""
+        """Return the value with other `dims`. All other fields stay."""
         return dataclasses.replace(self, dims=tuple(tuple(dim) for dim in dims))
 
     def pruned(self) -> ShardedValue:
@@ -142,7 +143,7 @@ def explicit_axes(aval: Any) -> frozenset[str]:
 
 
 def typed_dims(aval: Any, dims: Dims, sizes: Mapping[str, int]) -> Dims:
-    """Return dims with the Explicit mesh axes that a type has, in front of Auto mesh axes."""
+    """Return `dims` with the Explicit mesh axes of a type, in front of the Auto mesh axes."""
     explicit = explicit_axes(aval)
     if not explicit:
         return dims
@@ -154,12 +155,12 @@ def typed_dims(aval: Any, dims: Dims, sizes: Mapping[str, int]) -> Dims:
 
 
 def with_kept(dims: Dims, current: Dims) -> Dims:
-    """Return target dims, with each `KEEP` replaced by the mesh axes that the value has there."""
+    """Return `dims`, with each `KEEP` replaced by the mesh axes that the value has in this dim."""
     if KEEP not in dims:
         return dims
     used = axes_of(dims)
     return tuple(
-        # A mesh axis may shard only one dim. The dims that the constraint names take theirs first.
+        # A mesh axis may shard only one dim. Dims that the constraint decides take theirs first.
         tuple(axis for axis in held if axis not in used) if axes == KEEP else axes
         for axes, held in zip(dims, current, strict=True)
     )

@@ -336,7 +336,7 @@ class Decoder:
         params = _shapes(specs)
         moment = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
         tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-        # Mean and square of Adam, in float32 as in most trainers.
+        # First and second moments of Adam, in float32 as in most trainers.
         moments = (moment, moment)
         axes = annotate_state(moments, specs)
         return Program(
