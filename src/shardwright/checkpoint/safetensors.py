@@ -231,7 +231,7 @@ def _write(file: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) 
         dtype = _DTYPES[str(value.dtype)]
         header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    # Spaces after the JSON are allowed. They align the tensors to 8 bytes, as the library does.
+    # Spaces after the JSON are allowed. Like the library, align the tensors to 8 bytes with them.
     text += b" " * (-len(text) % 8)
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)

@@ -19,8 +19,8 @@ from shardwright.strategy import files
 from shardwright.vocabulary.modes import mode_name
 
 _EPILOG = f"""\
-TRACE is the folder that was passed to jax.profiler.trace, of which the newest profile is read, or a
-file *.xplane.pb. MODEL is file.py:function or a config.json, as for `shardwright plan`. Its plan
+TRACE is a file *.xplane.pb, or the folder that was passed to jax.profiler.trace. The newest profile
+of a folder is read. MODEL is file.py:function or a config.json, as for `shardwright plan`. Its plan
 must be that of the program in the profile: the same sizes, strategy, mesh and mode.
 
 examples:

@@ -91,7 +91,7 @@ def _scores(matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> Scores |
     """Return a matmul as queries times keys, or None if it is another matmul.
 
     Queries and keys both have positions, and the matmul sums over a dim that comes from a weight.
-    If only one of them has positions, another matmul must sum over these positions.
+    If only queries or only keys have positions, another matmul must sum over them.
     """
     left, right = _factors(matmul.left), _factors(matmul.right)
     contracted = _factors(matmul.contracted)

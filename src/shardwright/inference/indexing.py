@@ -33,8 +33,7 @@ def gather(step: InferenceStep) -> list[ArrayFacts]:
 def _record_lookup(step: InferenceStep, row: AtomDims) -> None:
     table, index = step.values[:2]
     numbers, sizes = step.parameters["dimension_numbers"], step.parameters["slice_sizes"]
-    # A dim of which one element is read at a time is looked up. In a dim of size 1 nothing is
-    # selected.
+    # A lookup selects single elements along a dim. Along a dim of size 1, nothing is selected.
     keys = [at for at in numbers.start_index_map if sizes[at] == 1 < step.operand_shapes[0][at]]
     if len(keys) != 1 or not table.learned:
         return

@@ -49,7 +49,7 @@ class NameConflict:
       dim: Position of the dim there, or None.
       first: A name, and why.
       second: Another name, and why.
-      meeting: The operation that makes two named dims one, or None if it already was one dim.
+      meeting: The operation that makes one dim of two named dims. None if there was only one dim.
     """
 
     path: str
@@ -163,8 +163,8 @@ def _fix(dim: InferredDim, names: Sequence[str]) -> str:
 
     Args:
       dim: The dim.
-      names: The names of all open dims and guesses of this size, to all of which `sizes=` would
-        give one name.
+      names: The names of all open dims and guesses of this size. `sizes=` would give one name to
+        all of them.
     """
     if len(names) > 1:
         return (

@@ -115,8 +115,8 @@ def matmuls_of_selected(facts: Facts) -> Iterator[Matmul]:
         for matmul in facts.activations:
             free = (*matmul.left, *matmul.right)
             made = tuple(dim for dim in free if finest(dim) and row.issuperset(finest(dim)))
-            # The selected row is a matrix: one of its dims is summed over, another one is in the
-            # result.
+            # The selected row is a matrix: one of its dims is summed over, and another dim is in
+            # the result.
             if made and not row.isdisjoint(
                 atom for dim in matmul.contracted for atom in finest(dim)
             ):

@@ -240,7 +240,7 @@ def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Pro
 
 
 def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> tuple[Any, Any]:
-    """Return two trees of functions: one places an array on the mesh, one moves it to the host.
+    """Return two trees of functions: to place an array on the mesh, and to move it to the host.
 
     A shard function casts the array, places it as its spec says, and waits until it is placed. A
     gather function casts the array and returns all of its values as a NumPy array. If several

@@ -169,7 +169,7 @@ def read_array(name: str, value: Any, dims: str, *, integers: bool = False) -> j
       name: Name of the argument.
       value: The argument.
       dims: Its dims, such as "[batch, length]".
-      integers: Whether it must have integers.
+      integers: Whether the array must have integers.
 
     Raises:
       LayerError: `value` is None, a dict, or another value that is not an array. Or it must have

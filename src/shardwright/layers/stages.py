@@ -165,8 +165,8 @@ class Stages:
           given: The trees, as `placed` returns them.
           entries: For each tree, the first entries of the spec of its leaves.
           out_specs: Specs of the results over pp.
-          like: For each result, arrays whose shardings over the other mesh axes it takes; None if
-            these mesh axes do not shard it.
+          like: For each result, arrays that give it their shardings over the other mesh axes. None
+            if the other mesh axes do not shard the result.
         """
         ambient = _jax.ambient_mesh() or self.cut.manager.mesh
         kinds = dict(zip(ambient.axis_names, ambient.axis_types, strict=True))

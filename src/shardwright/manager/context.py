@@ -175,8 +175,8 @@ def leave(manager: Any) -> None:
     The managers of other running tasks stay entered.
 
     Raises:
-      NoManagerError: Another manager was entered last. If it was entered earlier,
-        it is left anyway.
+      NoManagerError: Another manager was entered after this one, or this one was never entered. If
+        this one was entered, it is left anyway.
     """
     stack, entry = _ENTERED.stack, _FLOW.get()
     if stack and stack[-1] is entry and entry.manager is manager:

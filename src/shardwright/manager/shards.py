@@ -45,7 +45,8 @@ def place_for_shard_map(
 
     def place(x: Any, spec: PartitionSpec) -> Any:
         placed = constraint.place(x, constraint.make_placement(spec, mesh, ambient))
-        # JAX refuses an argument that is reduced over a mesh axis if its spec in `specs` is not.
+        # JAX refuses an argument that is reduced over a mesh axis, unless its spec in `specs` is
+        # reduced over this mesh axis too.
         kept = jax.typeof(placed).sharding.spec
         if keep_reduced or not kept.reduced:
             return placed

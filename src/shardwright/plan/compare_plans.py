@@ -296,7 +296,7 @@ def moved_lines(before: SaysByLine, after: SaysByLine) -> dict[str, str]:
     moved: dict[str, str] = {}
     for file in dict.fromkeys(source.rpartition(":")[0] for source in before):
         left, right = (
-            # Leave out the line numbers of which both plans say the same: those lines did not move.
+            # Leave out lines about which both plans say the same, because these lines did not move.
             [each for each in _lines_of(file, lines) if before.get(each) != after.get(each)]
             for lines in (before, after)
         )

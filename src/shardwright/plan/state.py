@@ -75,9 +75,9 @@ class StateLeaf:
     """One array: its category, its bytes, and why it is replicated.
 
     Attributes:
-      category: What it is for.
+      category: What the array is for.
       bytes: Its bytes.
-      causes: One per mesh axis that it is replicated over.
+      causes: One cause per mesh axis over which the array is replicated.
     """
 
     category: Category

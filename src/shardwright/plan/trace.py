@@ -269,8 +269,7 @@ def trace(
         try:
             return fetching(planning, function)(*arguments)
         except Exception as error:
-            # Check inside `jit`, because it later removes the frames of JAX from the error. These
-            # frames tell who raised the error.
+            # Check inside `jit`: it later removes JAX's frames, which tell who raised the error.
             if not recorder.typed or not _jax.refuses_shardings(error):
                 raise
             reason = " ".join(str(error).split())

@@ -111,7 +111,7 @@ class _Moving:
     """A move that runs.
 
     Attributes:
-      results: The leaves, of which some have moved.
+      results: The leaves. Some of them may have moved.
     """
 
     def __init__(

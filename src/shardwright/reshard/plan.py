@@ -1,8 +1,8 @@
 """Plan the steps that reshard an array with the fewest bytes sent: a shortest path of specs.
 
 XLA's partitioner plans one collective at a time. If one is not enough, it gathers the whole array
-("involuntary full rematerialization"). Here a plan is a sequence of steps, each of which is one of
-these:
+("involuntary full rematerialization"). Here a plan is a sequence of steps. There are these
+kinds of steps:
 
 - an all-to-all moves the last mesh axes of one dimension to the end of another dimension's axes;
 - an all-gather removes the last mesh axes of a dimension;
@@ -189,9 +189,9 @@ def _permuted(
 ) -> Iterator[AxesByDim]:
     """Yield the shardings that have the same shards, but on other devices.
 
-    There are two kinds. One changes the order of the mesh axes of one dimension. The other moves
-    each mesh axis to its dimension in the target; mesh axes that the target does not use become the
-    minor axes of one dimension.
+    There are two kinds of such shardings. The first kind has the mesh axes of one dimension in
+    another order. In the second kind, each mesh axis is in its dimension of the target; mesh axes
+    that the target does not use become the minor axes of one dimension.
     """
     used = {name for axes in place for name in axes}
     as_target = tuple(tuple(name for name in axes if name in used) for axes in target)

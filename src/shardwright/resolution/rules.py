@@ -524,8 +524,8 @@ class AxisRules:
 def without_mesh_axis(rules: AxisRules, mesh_axis: str) -> AxisRules:
     """Return the rules without a mesh axis, for arrays that are not sharded over this mesh axis.
 
-    A candidate with only this mesh axis now replicates the dim, so it ends its rule. The rules also
-    have no `[pipeline]`.
+    A candidate with only this mesh axis becomes the end of its rule: the dim is replicated. The
+    rules also have no `[pipeline]`.
     """
 
     def rest(rule: Rule) -> Rule:

@@ -44,9 +44,10 @@ class PendingCall:
     """A call in flight.
 
     Attributes:
-      part: The arrays that it changed, such as "rows".
-      step: Number of the step that began it.
-      jobs: Jobs that its results belong to. If all of these have ended, its results are not read.
+      part: The arrays that the call changed, such as "rows".
+      step: Number of the step that began the call.
+      jobs: Jobs that its results belong to. If all of these jobs have ended, the results are not
+        read.
       fetch: Waits for the results and returns them.
       take: Called with the results.
     """

@@ -57,7 +57,7 @@ class MovedWeights:
 
     Attributes:
       params: The weights.
-      plan: How they moved. None if none of them is on a device.
+      plan: How the weights moved. None if no weight is on a device.
       placed_bytes: As in `Update`.
     """
 

@@ -165,7 +165,7 @@ def _simplified(
 def overlaid(
     name: str, base: Any, over: Any, *, below: KeySources, above: KeySources
 ) -> tuple[list[dict[str, str]], list[str]]:
-    """Overlay tables of rules, of which at least one is an array.
+    """Overlay two tables of rules. At least one of them is an array.
 
     The chain of a name in `over` replaces its whole chain in `base`, at the place of its first
     entry. Names that `base` does not have come last.

@@ -24,8 +24,8 @@ class PageClaim:
       pages: `[batch, most]` int32, the new pages of each slot in the order of its tokens, then "no
         page".
       columns: `[batch, most]` int32, the table column of each new page.
-      shared: `[batch]` int32, the page of which the first new page must become a copy, because
-        other slots use it too. "No page" for a slot that needs no copy.
+      shared: `[batch]` int32, the page to copy into the first new page, because other slots use it
+        too. "No page" for a slot that needs no copy.
     """
 
     served: jax.Array

@@ -286,9 +286,9 @@ class NameTable:
     def required(self, present: set[str]) -> Iterator[str]:
         """Yield the names of the tensors that the checkpoint must have.
 
-        A layer is taken to have the kind of attention and the kind of MLP of which most tensors are
-        present. If one layer has an optional tensor, such as a bias, all layers of this kind must
-        have it.
+        A layer has one kind of attention and one kind of MLP: the kinds with the most tensors that
+        are present. If one layer has an optional tensor, such as a bias, all layers of this kind
+        must have it.
         """
         family = self.family
         prefix = family.prefix if any(name.startswith(family.prefix) for name in present) else ""

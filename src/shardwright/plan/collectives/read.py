@@ -206,8 +206,9 @@ class _Reader:
                 continue
             channel = part.attributes().get("channel_id", "")
             scatters = kind is Kind.ALL_REDUCE and is_scattered(inner, part)
-            # A split collective counts at its start, any other one at its first fusion. Combined
-            # reduce-scatters all have the same channel, but they are never split, so each counts.
+            # A split collective counts at its start, any other collective at its first fusion.
+            # Combined reduce-scatters all have the same channel, but they are never split, so each
+            # counts.
             is_repeat = channel in channels and not scatters
             if channel in self.started:
                 is_repeat = channel not in starts

@@ -234,8 +234,8 @@ class _Resolved:
       point: The candidate.
       strategy: Its strategy, with its mesh.
       layout: Assignment of its mesh axes to the slice.
-      specs: The resolved annotations of the trace by which it was ranked. Candidates with equal
-        specs have one rank, and are walked together.
+      specs: The resolved annotations of the trace that gave the candidate its rank. Candidates with
+        equal specs have one rank, and are walked together.
       rank: Seconds by the closed form.
       held: Bytes of its state on one device.
     """

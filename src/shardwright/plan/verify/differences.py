@@ -46,9 +46,9 @@ class Sent:
 
     Attributes:
       mesh_axes: The mesh axes.
-      planned: Bytes by kind of collective, in all runs.
-      compiled: The same of the compiled program.
-      reasons: Why they differ.
+      planned: Bytes by kind of collective in all runs, by the plan.
+      compiled: Bytes by kind of collective in all runs of the compiled program.
+      reasons: Why the bytes differ.
     """
 
     mesh_axes: tuple[str, ...]

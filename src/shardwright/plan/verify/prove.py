@@ -81,11 +81,11 @@ class Proof:
     """Whether two programs are the same, and if not, where the difference begins.
 
     Attributes:
-      same: Whether they are the same.
+      same: Whether the programs are the same.
       compiler: Compiler and version, or "" if both sides are equal before they are partitioned.
       collectives: Number of collectives of each side; (0, 0) if nothing was compiled.
       left: The first instruction that only the left side has, or None.
-      right: The same of the right side.
+      right: The first instruction that only the right side has, or None.
       what: What else differs, or "".
       cause: The first annotation that is resolved differently, or None.
     """

@@ -1,7 +1,7 @@
 """Convolutions, as matmuls over features, and poolings.
 
-If a spatial dim is sharded, each device needs rows of its neighbors: those that its windows reach.
-XLA sends them by permutes. If windows reach beyond the neighbors, the walk gathers the dim and
+If a spatial dim is sharded, each device needs the rows of its neighbors that its windows reach. XLA
+sends these rows by permutes. If windows reach beyond the neighbors, the walk gathers the dim and
 notes a doubt.
 """
 

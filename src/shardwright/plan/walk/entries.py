@@ -98,7 +98,7 @@ class Peak:
 
     @staticmethod
     def most(peaks: Iterable[Peak]) -> Peak:
-        """Return the peak of several programs of which one runs at a time."""
+        """Return the peak of several programs that run one at a time."""
         peaks = list(peaks)
         if not peaks:
             return Peak()

@@ -45,7 +45,7 @@ class Reads:
       matmuls: Buffer -> matmuls that read it.
       needed: Buffers that must be in memory: results, and operands of loops.
       stacked: Buffers that are written to the stacks of a loop.
-      joined: Values of which all uses are in one kernel, from `_joined`.
+      joined: Values whose uses are all in one kernel, from `_joined`.
       reach: Last equation that reads each buffer, from `_reach`.
     """
 
@@ -121,8 +121,8 @@ def _is_repeated(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer
     # together take no more memory than the value.
     operands = {each for operand in buffer.operands or () for each in held(operand, fused)}
     if fusion is Fusion.NARROW and reads.matmuls.get(buffer, 0) > 1:
-        # A slice that a loop reads in place takes no memory. But to read it takes time, so XLA
-        # computes the gradient of a gate once for its two matmuls.
+        # A slice that a loop reads in place takes no memory, but reading it takes time. So XLA
+        # computes the gradient of a gate only once for its two matmuls.
         operands |= {each for each in _closest(buffer, _is_start) if each.operands is not None}
     # `MOST` also fuses a value with a small operand, such as the mean of each row. The ways that
     # give the upper end do not fuse it: otherwise the upper end of `unrolled_without_remat`, a
@@ -149,7 +149,7 @@ def _is_repeated(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer
 
 
 def _joined(entries: Sequence[Entry], needed: Container[Buffer]) -> set[Buffer]:
-    """Return the elementwise values of which all uses are in one kernel.
+    """Return the elementwise values whose uses are all in one kernel.
 
     XLA's instruction fusion visits users first. If all users of a value are already in one fusion,
     the value joins it, however often it is read there. The inner values of the derivative of a GELU

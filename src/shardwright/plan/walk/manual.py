@@ -90,8 +90,8 @@ def shard_map(step: PlanStep) -> list[ShardedValue]:
     """Follow a `shard_map`: operands move to its input specs, then its body runs."""
     parameters, sizes = step.parameters, step.ledger.sizes
     manual = step.ledger.renamed(_jax.newly_manual_axes(parameters))
-    # Follow a pipeline and its layers by their values too: carries are large, and only the walk
-    # over values counts them once. That walk knows no kernels.
+    # In a pipeline and its layers, follow values too: carries are large, and only the walk over
+    # values counts each carry once. The walk over values knows no kernels.
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
     is_plain = step.ledger.in_stage and not any(
         holds_primitive(body, name) for name in (*_KINDS, "pallas_call")
@@ -261,7 +261,7 @@ def _count(equation: Any, step: PlanStep, location: WalkLocation) -> None:
 
 
 def _count_kernel(equation: Any, step: PlanStep, location: WalkLocation) -> None:
-    """Count the matmuls of a Pallas kernel: those of one step of its grid, times the steps.
+    """Count the matmuls of a Pallas kernel: those of one step of its grid, times all steps.
 
     A kernel skips blocks, or computes a block with or without a mask. So at most one branch of its
     body runs in a step. The walk takes the branch with the most operations.

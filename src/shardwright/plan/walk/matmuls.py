@@ -73,9 +73,9 @@ def dot_general(step: PlanStep) -> list[ShardedValue]:
 
 
 def ragged_dot(step: PlanStep) -> list[ShardedValue]:
-    """Follow a ragged matmul, as TPUs compute it: they gather its rows and its groups.
+    """Follow a ragged matmul as TPUs compute it: they gather the rows and the groups.
 
-    A CPU keeps both sharded, so they are doubts.
+    A CPU keeps rows and groups sharded, so the plan notes doubts about both.
     """
     numbers, labels = step.parameters["ragged_dot_dimension_numbers"], Labels.of(step.equation)
     step.move(2, ((),) * step.avals[2].ndim)

@@ -202,7 +202,7 @@ def _last(dim: Sequence[str], moved: set[str], sizes: Mapping[str, int]) -> list
 def _entered(
     held: Dims, goal: Dims, moved: set[str], changed: Sequence[int]
 ) -> tuple[str, str] | None:
-    """If one mesh axis replaces another one in a dim, return the pair, the removed one first."""
+    """If a mesh axis replaces another mesh axis in a dim, return (removed axis, new axis)."""
     pairs = []
     for at in changed:
         have, want = held[at], goal[at]

@@ -60,9 +60,9 @@ class ShardedValue:
       origins: Mesh axis -> why it is in `dims` or `owed`.
       lookups: The lookups whose gradients it adds up: place, and mesh axes of table, indices and
         rows.
-      table_moves: If it is a scatter into zeros: moves, from sharding to sharding, of the value to
-        which it is added. XLA scatters into that value instead of the zeros, and so moves it like
-        the zeros.
+      table_moves: If the value is a scatter into zeros: the moves, from sharding to sharding, of
+        the value to which it is added. XLA scatters into that other value instead of the zeros, so
+        it moves that value like the zeros.
       summed: Kinds and mesh axes of the collectives that completed it, if it was a partial sum.
       buffer: Its memory, or None if it needs none (constants) or the walk does not count memory.
     """

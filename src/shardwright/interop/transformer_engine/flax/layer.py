@@ -257,7 +257,7 @@ class TransformerLayer(Module):  # type: ignore[misc]
       self_attn_mask_type: As `attn_mask_type` in `DotProductAttention`.
       self_attn_bias_type: As `attn_bias_type` in `DotProductAttention`.
       enable_relative_embedding: Whether logits get a relative position bias.
-      relative_embedding: The module that gives it. Defaults to 32 buckets of T5.
+      relative_embedding: The module of the relative position bias. Defaults to 32 buckets of T5.
       enable_rotary_pos_emb: As in `MultiHeadAttention`.
       rotary_pos_emb_windows: As in `MultiHeadAttention`.
       rotary_pos_emb_group_method: As in `MultiHeadAttention`.

@@ -305,7 +305,7 @@ def match_partition_rules(
 def make_shard_and_gather_fns(
     partition_specs: Any, mesh: Mesh | None = None, *, policy: Policy | str | None = None
 ) -> tuple[Any, Any]:
-    """Return two trees of functions: one places an array on the mesh, one moves it to the host.
+    """Return two trees of functions: to place an array on the mesh, and to move it to the host.
 
     NumPy arrays are placed too. If there are several processes, all must hold equal data.
 
