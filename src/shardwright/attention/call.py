@@ -238,7 +238,7 @@ class JointSpecs:
         return tuple(dict.fromkeys(every))
 
     def spec(self, *dims: str) -> PartitionSpec:
-        """Return the spec of an array whose dims are fields of this value, such as "batch"."""
+        """Return the spec of an array. Each of `dims` names a field, such as "batch"."""
         return _spec_of(self, dims, ())
 
     def operands(self, operands: Operands) -> Operands:

@@ -284,7 +284,8 @@ def _stoppable(show: ProgressLine) -> Iterator[Callable[[object], bool]]:
 
     def shown(state: object) -> bool:
         show(state)
-        # A search stops as soon as its progress returns False, and keeps what it has planned.
+        # A search stops as soon as its `progress` function returns False. It keeps the candidates
+        # that it has planned.
         return not stopped
 
     # Python lets only the main thread set a handler.

@@ -1,4 +1,7 @@
-"""Windows: the elements of an operand from which a convolution or a pooling makes one result."""
+"""Windows of a convolution or a pooling.
+
+A window has the elements of an operand from which one element of the result is computed.
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Atom:
 
         Args:
           major: Size of the first factor.
-          keep_name: Give both factors the name, and mark the first factor as a number of shards.
+          keep_name: Give both factors the name of this atom, and set `is_shards` of the first one.
             By default the factors have no name.
         """
         self.parts = (self._factor(major), self._factor(self.size // major))
@@ -87,7 +87,7 @@ class Atom:
         )
 
     def absorb(self, other: Atom) -> None:
-        """Take over what is known about another atom, which becomes part of this class."""
+        """Merge another atom into this one, and take over what is known about the other atom."""
         if not self.name:
             self.name, self.evidence, self.guess = other.name, other.evidence, other.guess
         self.whole = self.whole or other.whole

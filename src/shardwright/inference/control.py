@@ -80,7 +80,7 @@ def while_loop(step: InferenceStep) -> list[ArrayFacts]:
     body, _ = bodies(step.equation)
     values = body.of_operands(step.values)
     starts = _carried(step, values[body.fixed :])
-    # No place is given, because `constrained` does not rebuild this loop.
+    # Pass no `place`, because `constrained` adds no constraints inside a `while` loop.
     ends = step.walk(body.jaxpr, [*values[: body.fixed], *starts])
     _align(step, starts, ends)
     return ends

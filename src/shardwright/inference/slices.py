@@ -45,7 +45,11 @@ def name_slices(names: Names) -> None:
 
 
 def _name_whole(names: Names, slices: Sequence[DimSlice]) -> None:
-    """Name a dim whose slices have names: `3 * heads * head_dim` is HEAD times HEAD_DIM."""
+    """Name a dim by the names of its slices.
+
+    For example, a dim of size `3 * heads * head_dim` is cut into queries, keys and values of HEAD
+    times HEAD_DIM. The dim is then HEAD, of size `3 * heads`, times HEAD_DIM.
+    """
     whole = finest(slices[0].whole)
     if len(whole) != 1 or whole[0].name:
         return

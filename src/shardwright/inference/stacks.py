@@ -36,8 +36,8 @@ def name_experts(names: Names) -> None:
     selecting matrices. Another dim that a router chooses along is EXPERT too, if it has as many
     elements.
 
-    Without a router, a weight per block of one dim is block-diagonal, such as a gate of RG-LRU or
-    xLSTM. Its blocks are guessed to be heads.
+    Without a router, a weight that has one matrix per block of a dim is block-diagonal. A gate of
+    RG-LRU or xLSTM is such a weight. Its blocks are guessed to be heads.
     """
     facts = names.facts
     chosen = {atom for use in facts.top_k if learned(use.dim) for atom in finest(use.dim)}

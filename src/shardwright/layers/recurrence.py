@@ -63,7 +63,8 @@ class _LinearScan:
         before = jax.lax.axis_index(self.over) + (1 if self.reverse else -1)
         is_first = (before < 0) | (before >= len(left))
         entering = jnp.where(is_first, 0, left[jnp.clip(before, 0, len(left) - 1)])
-        # In the first shard, the entering state is 0, and the first coefficient is never read.
+        # No state enters the first shard, so its result is h. `h + product * 0` would be NaN if the
+        # first coefficient, which must have no effect, were infinite or NaN.
         return jnp.where(is_first, h, h + product * entering), entering
 
     def _end(self, array: jax.Array) -> jax.Array:

@@ -72,7 +72,7 @@ class Stages:
       layer: The argument of `pipeline`.
       cut: The microbatches.
       lead: Leading dims of the parameters: (layers,), or (repeats, layers / repeats).
-      apart: Mesh axes of BATCH whose shards run the layers apart from each other.
+      apart: Mesh axes of BATCH. Each shard over them runs the layers independently of the others.
     """
 
     layer: Layer

@@ -292,7 +292,8 @@ def _axes_of(dim: Dim) -> Any:
 def _fitting(weight: Weight, axes: list[str]) -> list[Split]:
     """Return every split, over all or some of the axes, that agrees with the rules.
 
-    A split implies a global shape. The split agrees if the global shape resolves to the same split.
+    A split and the local shape imply a global shape. The split agrees if the global shape resolves
+    to the same split.
 
     Raises:
       ShardingError: No global shape resolves.

@@ -208,8 +208,8 @@ def find_smaller_rules(
 ) -> FittingRules | None:
     """Return the change of a strategy that saves the most memory.
 
-    Only changes with which the program can be planned count. Three kinds are tried: parameters are
-    stored over one more mesh axis and gathered, as in FSDP; optimizer state is sharded over one
+    A change counts only if the program can be planned with it. Three kinds are tried: parameters
+    are stored over one more mesh axis and gathered, as in FSDP; optimizer state is sharded over one
     more mesh axis, by `zero1`; or LENGTH is sharded over tp too, as in `fsdp_tp_sp`.
 
     Args:

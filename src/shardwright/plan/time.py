@@ -1,9 +1,9 @@
 """Estimate a program's time on a slice by a roofline, as a range with its assumptions.
 
 No part of it is calibrated on hardware. The lower end assumes that all rates are at their peak, and
-that everything overlaps. The upper end assumes that matmuls run at half of their peak, links at
-their lower rate and with a latency per hop. It also assumes that only matmuls overlap with their
-memory traffic.
+that everything overlaps. The upper end assumes that matmuls run at half of their peak rate, that
+links run at the lower end of their range of rates, and that each hop has a latency. It also assumes
+that only matmuls overlap with their memory traffic.
 """
 
 from __future__ import annotations

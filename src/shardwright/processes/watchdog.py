@@ -266,8 +266,8 @@ class Watchdog(threading.Thread):
 
         A process that just ended or moved to the next line may have taken part in the collective,
         while the waiting process wakes late. So a process counts as missing only if it has been at
-        other lines, or silent, for half of the time. A process that compiles is not missing,
-        however long it takes.
+        other lines, or silent, for at least half of the watchdog's `seconds`. A process that
+        compiles is not missing, however long it takes.
         """
         beats = {rank: beat for rank, beat in beats.items() if rank in self._led}
         running = [

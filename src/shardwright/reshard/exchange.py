@@ -127,8 +127,8 @@ class _Round:
     def has_room(self, send: Send) -> bool:
         """Tell whether a send can be added to the round.
 
-        Its devices must be unused in this round, and either all or none of the blocks of a round
-        stay on their device.
+        In a round, a device sends at most one block and receives at most one. Either all blocks of
+        a round stay on their device, or all move to another device.
         """
         return (
             send.stays == self.stays

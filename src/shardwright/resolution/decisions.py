@@ -131,7 +131,7 @@ class Skip:
       candidate: The candidate as written, or empty if a member of a composite has no rule.
       mesh_axis: The mesh axis that was removed from the candidate, or empty if the whole candidate
         was skipped.
-      detail: The values, for instance `6 % 4 != 0`. For `NO_RULE`, the member.
+      detail: The values, for instance `6 % 4 != 0`. For `NO_RULE`, the member that has no rule.
     """
 
     reason: Reason

@@ -104,7 +104,7 @@ def decide_in_rule_order(decider: Decider, dims: Sequence[Dim]) -> list[DimDecis
 
 
 def _opened(decider: Decider, position: int, dim: Dim) -> DimDecision | _Open:
-    """Return a dim as `_Open`, or its decision if no candidate must be tried."""
+    """Return a dim as `_Open` if candidates have to be tried for it, else its decision."""
     names = [axis for axis, _ in dim.merged] if dim.merged else dim.axes
     if dim.literal is not None or not names or not decider.rules.known_axes.issuperset(names):
         # A literal entry, a dim without names, or an unknown axis has no place among the rules. A

@@ -105,7 +105,7 @@ class Request:
     """A prompt, and how to continue it.
 
     Attributes:
-      prompt: Token numbers, at least one.
+      prompt: The tokens, as integers; at least one.
       max_new_tokens: Maximum number of tokens to write, including those of a stop sequence.
       sampling: How tokens are sampled.
       stop: Tokens, or sequences of tokens, that end the text. They are not part of the text.

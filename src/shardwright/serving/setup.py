@@ -86,7 +86,7 @@ class Setup:
                 "the engine was created without a manager, but is called under one",
                 path="manager",
                 fix="create the engine under the manager, or with manager=, or call the engine "
-                "outside",
+                "outside of the manager",
             )
         return contextlib.nullcontext() if manager is None else manager.for_mode(mode)
 

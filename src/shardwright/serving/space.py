@@ -19,7 +19,7 @@ class SlotSpace:
     """Slots of a fixed size.
 
     Attributes:
-      in_place: Whether prompts are read in the rows in which they also decode.
+      in_place: Whether a prompt is read into the rows that its request also uses in decode.
       shared_pages: Number of pages that requests share with earlier requests instead of computing
         them again.
     """
@@ -83,7 +83,7 @@ class PageSpace:
     """Pages of a pool, which requests take one by one.
 
     Attributes:
-      in_place: Whether prompts are read in the rows in which they also decode.
+      in_place: Whether a prompt is read into the rows that its request also uses in decode.
       pool: Which request uses which pages.
     """
 

@@ -143,7 +143,7 @@ class ModeTable(_TableModel):
 class TensorTable(_TableModel):
     """Rules for the parameters whose path matches a pattern.
 
-    For each axis, the first entry that matches the path and names the axis applies.
+    Several entries may match a path. Of those that name an axis, the first one decides that axis.
     """
 
     match: str = Field(

@@ -194,7 +194,7 @@ def assert_collectives(
       ragged_all_to_all: see `all_gather`.
       only: forbid kinds that are not named.
       axis: count only collectives over this mesh axis or semantic axis. If several axes are given,
-        count only collectives over exactly these axes. Axes of one device are ignored.
+        count only collectives over exactly these axes. Mesh axes of size 1 are ignored.
       bytes: logical bytes of the named kinds, or of all kinds if none is named, as an integer or a
         `range`. Loops count once per trip. Bytes are counted with the element types that the
         program has before XLA for CPU widens some of them. A program that is already compiled does

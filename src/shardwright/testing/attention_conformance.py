@@ -1,7 +1,7 @@
 """The conformance table of attention: each cell equals the oracle, or `supports` refuses it.
 
 A cell is an implementation × a case × a dtype × a mesh × axis types × a mode.
-`AttentionConformance` is the table of one implementation as a test class.
+`AttentionConformance` is a test class that runs the cells of one implementation.
 """
 
 from __future__ import annotations

@@ -114,7 +114,8 @@ class Golden:
     def _compare(self, path: Path, text: str, *, shared: str = "") -> bool:
         """Compare text with a file. In an update, write the file, and tell whether it changed.
 
-        `shared` holds parameters of the test that the file's name leaves out.
+        If several cases of a test share the file, `shared` has the parameters of this case, which
+        the file's name leaves out.
         """
         __tracebackhide__ = True
         if not text.endswith("\n"):

@@ -60,7 +60,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """The rows that the mask reads: int32 `[batch or 1, 1, length]` each, with equal batch sizes.
+    """What the mask reads of each token: int32 `[batch or 1, 1, length]`, with equal batch sizes.
 
     Attributes:
       q_positions: Positions of the queries.
@@ -103,7 +103,7 @@ def run_forward(
     Args:
       plan: The static part.
       table: Blocks of keys to visit, for each block of queries.
-      rows: The rows that the mask reads.
+      rows: The positions and segment ids that the mask reads.
       qkv: Queries, keys and values, by head.
       sinks: `[heads]` float32, a logit per head that takes a share of the softmax and adds no
         value; or None.
@@ -167,7 +167,7 @@ def run_queries(
     Args:
       plan: The static part.
       table: Blocks of keys to visit, for each block of queries.
-      rows: The rows that the mask reads.
+      rows: The positions and segment ids that the mask reads.
       qkv: Queries, keys and values, by head.
       cotangents: Cotangent of the output, by head; logsumexp and delta, `[batch, heads, 1,
         length]`.

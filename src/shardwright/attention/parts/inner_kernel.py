@@ -66,8 +66,8 @@ def blocks_of(
     Args:
       inner: "splash" or "blockwise".
       call: The call.
-      first_rows: The position of the first query of each shard, if keys start at 0. None if the
-        positions are not known.
+      first_rows: The position of the first query of each shard; the first key has position 0. None
+        if the positions are not known.
     """
     if inner.name == "blockwise":
         return blockwise

@@ -348,7 +348,8 @@ def first_of_all(head_index: jax.Array, shards: int) -> jax.Array:
 
     Args:
       head_index: Global numbers of the local query heads.
-      shards: Number of shards in the group: those over the last mesh axes of the heads.
+      shards: Number of shards in the group. They differ only along the last of the mesh axes that
+        shard the heads.
     """
     count = head_index.shape[0] * shards
     return head_index[0] // count * count

@@ -61,7 +61,7 @@ def claim_pages(
       references: `[pages]` int32.
       last: `[batch]` int32, the partly filled page of each slot; any number where there is none.
       lengths: `[batch]` int32, tokens that each slot holds.
-      counts: `[batch]` int32, tokens that each slot gets; 0 for a slot that does not ask.
+      counts: `[batch]` int32, tokens to add to each slot; 0 for a slot that gets none.
       page_size: Rows of a page.
       most: Pages that one slot may need.
     """

@@ -100,6 +100,6 @@ def _copy(
 
 
 def _rows(pages: jax.Array, buffer: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # Index row by row, as tokens are written. For whole pages XLA would choose another layout of
-    # the buffer on a TPU, and copy all of it.
+    # Index single rows, as a write of tokens does. If whole pages were indexed, XLA for TPUs would
+    # choose another layout of the buffer, and copy the whole buffer.
     return pages[..., None], jnp.arange(buffer.shape[1], dtype=jnp.int32)

@@ -46,7 +46,7 @@ def annotate(variables: Any, names: Names) -> Any:
     Raises:
       UnknownAxisError: Boxes have names that are not in `names`; all are reported at once.
       RankMismatchError: A box has more names than dims.
-      StrategyError: There are names, and no variable has a box; or a box cannot be read.
+      StrategyError: `names` is not empty, but no variable has a box; or a box cannot be read.
 
     >>> import flax.linen as nn, jax, shardwright as sw
     >>> init = nn.with_logical_partitioning(nn.initializers.ones, ("embed", "mlp"))

@@ -93,7 +93,7 @@ def annotate(model: Any, names: Names = NAMES) -> Any:
     Raises:
       UnknownAxisError: Arrays have names that are not in `names`; all are reported at once.
       RankMismatchError: A field has `axis_names` for another number of dims.
-      StrategyError: There are names, and no array has any.
+      StrategyError: `names` is not empty, but no array of the model has axis names.
 
     >>> import haliax as hax, jax, shardwright as sw
     >>> axes = hax.make_axes(embed=4, mlp=8)

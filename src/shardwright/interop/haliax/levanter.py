@@ -247,7 +247,7 @@ def _given(overrides: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     Raises:
       StrategyError: A key does not concern sharding; all are reported at once.
     """
-    # At most three parts: `mesh`, a key of it, and a name in its table.
+    # A key has at most three parts: `mesh`, a key of `mesh`, and a name in the table of that key.
     given = {tuple(key.removeprefix("trainer.").split(".", 2)): key for key in overrides}
     problems = []
     for keys, key in given.items():

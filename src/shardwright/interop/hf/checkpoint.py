@@ -216,7 +216,8 @@ def read(
     # unknown, and nearly all expected names are missing.
     raise_problems(missing(tensors, config))
     if len(tensors) < len(sources):
-        # A stack replaces its source tensors, but is a tensor itself, so add the stacks.
+        # `tensors` has one entry for each stack, so the difference is too small by the number of
+        # stacks.
         count = sum(isinstance(source, StackedSource) for source in tensors.values())
         notes.append(
             f"{len(sources) - len(tensors) + count} tensors of experts became {count} stacks"
@@ -295,7 +296,7 @@ def _pad_vocabulary(checkpoint: Checkpoint, multiple: int | None) -> Checkpoint:
             f"VOCAB has several sizes: {what}", fix="load the checkpoint without pad_vocab"
         )
     vocab = next(iter(sizes), 0)
-    # The smallest number of rows that gives a multiple.
+    # Add as few rows as possible, so that the size becomes a multiple.
     more = -vocab % multiple
     if not more:
         return checkpoint

@@ -144,7 +144,11 @@ class CheckedTable:
         return None
 
     def _resolve(self, shape: Sequence[Any], dim: int, name: str) -> None:
-        """Raise the error of the resolver, unless the rule has a fallback, which nnx cannot use."""
+        """Raise the error of the resolver, if it raises one.
+
+        It raises none if the rule has a fallback. nnx cannot use the fallback, so the caller then
+        raises its own error.
+        """
         target, manager = dict(self.names).get(name), context.current()
         if target is not None and manager is not None:
             axis, role = (target, Role.PARAM) if isinstance(target, str) else target
@@ -237,7 +241,8 @@ def _install_nnx() -> None:
     from flax.core import spmd
 
     def check(table: CheckedTable, value: Any, names: Any, own_rules: Any, mesh: Any) -> None:
-        # A model may enter rules of its own here, and pass `own_rules` too.
+        # A model may enter rules of its own, which are not checked. `own_rules` are added to the
+        # table below.
         if spmd.get_logical_axis_rules() != table.table or not isinstance(names, tuple):
             return
         shape = tuple(getattr(value, "shape", ()))

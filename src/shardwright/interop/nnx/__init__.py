@@ -100,8 +100,8 @@ def annotate(model: Any, names: Names, *, params: Any = None) -> Any:
     Raises:
       UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
       RankMismatchError: Variables have another number of names than dims.
-      StrategyError: There are names, and no variable has any; or an optimizer with factored moments
-        comes without `params`.
+      StrategyError: `names` is not empty, but no variable has names; or an optimizer with factored
+        moments comes without `params`.
 
     >>> import shardwright as sw
     >>> from flax import nnx

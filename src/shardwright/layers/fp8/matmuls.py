@@ -364,8 +364,8 @@ def _check_dims(call: Fp8Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) 
                 array=kernel,
                 shards=static.shards,
             )
-        # The gradient of the result is quantized too: dx contracts its dims of outputs, and dw
-        # contracts its dims of tokens.
+        # The gradient of the result is quantized too. The matmul for dx contracts the output dims
+        # of this gradient, and the matmul for dw contracts its token dims.
         if keep and static.out is not None:
             shape = (*x.shape[:rows], *kernel.shape[call.contract :])
             for dim in (rows - 1, len(shape) - 1):

@@ -124,7 +124,7 @@ def quantize_blocks(x: Any, dim: int, dtype: Any) -> Scaled:
 
 
 def dequantize(x: Scaled, dtype: Any) -> Any:
-    """Return the array in `dtype`. For blocks, bfloat16 and float32 hold it exactly."""
+    """Return the array in `dtype`. With a scale per block, bfloat16 and float32 are exact."""
     if x.dim is None:
         return (x.value.astype(jnp.float32) * x.scale).astype(dtype)
     exponent = jnp.expand_dims(x.scale.astype(jnp.uint32), x.dim + 1)

@@ -186,8 +186,8 @@ def uses(scaling: Any, channel: Any = None) -> Any:
 
     Args:
       scaling: A tree of `DenseScaling`s.
-      channel: The channel of this use, without leading dims of uses. Defaults to constants, for
-        inference.
+      channel: The channel of this use, without the leading dims that have one index per use.
+        Defaults to constants, for inference.
 
     Raises:
       LayerError: The last update was not valid, see `check`.
@@ -351,7 +351,7 @@ def _map(f: Callable[..., Any], scaling: Any, *others: Any) -> Any:
 
 
 def _over_uses(reduce: Callable[..., Any], values: Any, like: Any) -> Any:
-    """Reduce the leading dims of uses."""
+    """Reduce over the leading dims, which have one index per use."""
     extra = np.ndim(values) - np.ndim(like)
     return reduce(values, axis=tuple(range(extra))) if extra else values
 

@@ -349,7 +349,8 @@ def _check_capacity(
     config: MoEConfig, dispatch: Dispatch, manager: PartitionManager, mode: str | None
 ) -> None:
     """Check that CAPACITY is sharded over all mesh axes of the tokens that do not shard experts."""
-    # Use any number of rows that divides, because only the mesh axes of the resolution are read.
+    # Only the mesh axes of the resolution are read. So any number of rows that is a multiple of
+    # the number of devices will do.
     rows = max(dispatch.slots, 1) * math.prod(manager.mesh.axis_sizes)
     shape = (config.experts, rows, config.embed)
     capacity = manager.explain((EXPERT, CAPACITY, EMBED), mode=mode, shape=shape)

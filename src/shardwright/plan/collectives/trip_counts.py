@@ -212,7 +212,8 @@ def _computed(module: Module, frame: Frame, instruction: Instruction) -> int | N
             module, frame, instruction.operands[0], int(instruction.attributes()["index"])
         )
     if instruction.opcode == "parameter":
-        # An argument is a caller's (frame, name), or a loop's state, which only `_element` reads.
+        # An argument is either an operand of the caller, as (frame, name), or the tuple of a loop's
+        # state. A tuple is not an integer: `_element` reads its elements.
         argument = _argument(frame, instruction)
         return _value(module, *argument) if argument and isinstance(argument[0], Frame) else None
     if instruction.opcode in ("fusion", "call"):

@@ -441,7 +441,11 @@ class _Search:
         return program_state(manager, traced, program).of().per_device
 
     def _judged_by(self, manager: PartitionManager, mode: str) -> _Shared:
-        """Return the trace whose annotations rank a candidate: on one device, or else its own."""
+        """Return the trace by whose annotations a candidate is ranked.
+
+        This is the trace on one device. If there is none, or if the mesh has Explicit axes, it is a
+        trace that fits the candidate.
+        """
         if mode in self.single:
             single = _Shared(-1, *self.single[mode], {})
             if not is_typed(manager):

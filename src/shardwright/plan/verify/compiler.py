@@ -233,7 +233,7 @@ def compile_exported(
       timeout: Seconds after which the worker is killed.
       cache: Folder of results. Defaults to none.
       lines: Source lines that the result names. If they change, the program is compiled again.
-      hlo: Whether the result has the text of the compiled program, and `placed`.
+      hlo: Whether to fill in the fields `hlo` and `placed` of the result.
 
     Raises:
       ProgramError: The worker died or ran out of time, or the compiler cannot compile the program.

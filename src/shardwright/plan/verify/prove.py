@@ -86,7 +86,7 @@ class Proof:
       collectives: Number of collectives of each side; (0, 0) if nothing was compiled.
       left: The first instruction that only the left side has, or None.
       right: The first instruction that only the right side has, or None.
-      what: What else differs, or "".
+      what: What differs if it is not an instruction, or "".
       cause: The first annotation that is resolved differently, or None.
     """
 

@@ -432,8 +432,9 @@ def _matmul_inputs(
 
     Args:
       jaxpr: The equations.
-      choose: Called with a matmul, and for each operand the positions of the inputs that it is
-        computed from. Returns the positions for the chosen operands.
+      choose: Function of a matmul and of a list. The list has, for each operand, the positions of
+        the inputs from which the operand is computed. The function returns the entries of the
+        operands that it chooses.
       for_gpus: Whether the walk is for GPUs, which decides the branches that run. It is a part of
         the key of the cache.
     """
@@ -452,7 +453,7 @@ def _matmul_inputs(
             # A `cond` has one operand more than its branches: the index of the branch.
             given = read[len(read) - len(body.invars) :]
             found.update(*(given[at] for at in _matmul_inputs(body, choose, for_gpus)))
-        # A loop returns new arrays, so matmuls after it do not read an input itself.
+        # A loop returns new arrays. So a matmul that reads them does not read an input directly.
         if name in _FUSED or name in CONSTRAINTS or (bodies and name not in _LOOPS):
             # Keep only operands that are not much smaller than the largest result.
             largest = max(_bytes(variable.aval) for variable in equation.outvars)

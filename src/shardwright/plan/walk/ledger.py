@@ -305,7 +305,7 @@ class Ledger:
             self.doubt({axis for _, axes in first for axis in axes}, location, _ADDED)
 
     def doubt(self, mesh_axes: Iterable[str], location: WalkLocation, fix: str) -> None:
-        """Note that a compiler may handle mesh axes in another way, and a fix that decides it."""
+        """Record that a compiler may handle mesh axes in another way, unless `fix` is applied."""
         for axis in self.mesh:
             if axis in mesh_axes:
                 self.choices[CompilerChoice(mesh_axis=axis, source=location.source, fix=fix)] = None

@@ -231,7 +231,7 @@ class Timeline:
         return self._lowest_peak(way, size, lambda entry: entry.inner.low + parts[id(entry)])
 
     def _parts(self) -> list[int]:
-        """Return, for each equation, the bytes of the parts that a collective matmul holds then.
+        """Return the bytes of parts that collective matmuls hold while each equation runs.
 
         The parts are in memory until the next matmul is done, because they are sent while it runs.
         """

@@ -88,11 +88,11 @@ class _Level:
     free: frozenset[str]
 
     def inner(self, name: Name) -> Dims:
-        """Return the sharding of an array without the mesh axes of groups."""
+        """Return an array's sharding, without the mesh axes by which devices are grouped."""
         return tuple(tuple(a for a in axes if a in self.free) for axes in self.dims[name])
 
     def outer(self, name: Name) -> Dims:
-        """Return the sharding of an array with the mesh axes of groups only."""
+        """Return an array's sharding, with only the mesh axes by which devices are grouped."""
         return tuple(tuple(a for a in axes if a not in self.free) for axes in self.dims[name])
 
 
@@ -116,7 +116,8 @@ def partition(lookup: Lookup, dims: Mapping[Name, Dims]) -> tuple[list[LookupMov
     """
     moves: list[LookupMove] = []
     sure = _partition(lookup, _Level(dims=dims, free=frozenset(lookup.sizes)), moves)
-    # With more mesh axes, XLA divides the devices of a group in ways that the walk does not follow.
+    # With more mesh axes than `known` allows, XLA divides the devices of a group in ways that the
+    # walk does not follow.
     used = axes_of(tuple(axes for name in _NAMES for axes in dims[name]))
     shared, tokens = shared_axes(lookup, dims), _token_axes(lookup, dims)
     known = len(shared) == 1 and (lookup.adds or tokens == shared)
@@ -261,7 +262,7 @@ def _freed(lookup: Lookup, level: _Level, name: Name, group: frozenset[str]) -> 
 def _cost(lookup: Lookup, level: _Level, option: _Option) -> tuple[float, float]:
     """Return the bytes of the largest operation of a method, and the bytes that it sends.
 
-    In the estimates of XLA, all arrays are whole inside a group.
+    XLA estimates both as if every array were replicated among the devices of a group.
     """
     result: Name = "table" if lookup.adds else "rows"
     whole = {name: option.after.outer(name) for name in _NAMES}

@@ -1,4 +1,4 @@
-"""Copies that compilers for TPUs may make of written arrays, in padded layouts.
+"""Padded copies that compilers for TPUs may make of arrays into which a program writes rows.
 
 A TPU keeps an array in tiles of 128 elements of its last dim. An argument whose last dim is
 shorter gets another order of dims, which is not padded. A write of rows at computed positions needs
@@ -53,7 +53,7 @@ def padded_copies(
         *_, heads, last = birth.shape
         padded = birth.size // last * -(-last // _LANES) * _LANES
         copy = Buffer(
-            # Two copies of an array with one head, else one.
+            # The compiler may make two copies of an array with one head, and one copy of others.
             size=2 * padded if heads == 1 else padded,
             kind=TEMPORARY,
             dtype=birth.dtype,
@@ -77,8 +77,8 @@ def is_across(buffer: Buffer) -> bool:
 def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
     """Return the copies that a transpose makes of an array without a dim of 128 elements.
 
-    The patches of an image are such an array. The compiler holds both orders of the dims in tiles
-    of 8 by 128, or at least one of them.
+    The patches of an image are such an array. The compiler pads the array before the transpose, the
+    array after it, or both, to tiles of 8 by 128.
     """
     if name != "transpose" or for_gpus():
         return []

@@ -313,7 +313,8 @@ def _even(ledger: Ledger, value: ShardedValue, aval: Any) -> ShardedValue:
         while size % shards(kept, ledger.sizes):
             kept = kept[:-1]
         if kept and kept != axes:
-            # If the padding is removed, some rows belong to other devices, so XLA sends them too.
+            # XLA gathers over the other mesh axes. Without the padding, the shards begin at other
+            # rows, so XLA sends some rows too.
             ledger.doubt(axes, WalkLocation(), _UNEVEN)
         dims.append(kept)
     return dataclasses.replace(value, dims=tuple(dims))

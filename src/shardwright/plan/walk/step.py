@@ -199,7 +199,7 @@ class PlanStep:
         self.ledger.choices[choice] = None
 
     def doubt(self, mesh_axes: Iterable[str], fix: str) -> None:
-        """Note that a compiler may handle mesh axes in another way, and a fix that decides it."""
+        """Record that a compiler may handle mesh axes in another way, unless `fix` is applied."""
         self.ledger.doubt(mesh_axes, self.location, fix)
 
     def anywhere(self) -> list[ShardedValue]:

@@ -58,8 +58,8 @@ class ShardedValue:
       free: Whether every device can compute the value by itself, such as a constant or an iota. No
         sharding of it sends anything.
       origins: Mesh axis -> why it is in `dims` or `owed`.
-      lookups: The lookups whose gradients it adds up: place, and mesh axes of table, indices and
-        rows.
+      lookups: The lookups whose gradients the value adds up. Each entry has the place of the
+        lookup, and the mesh axes that shard its table, indices or rows.
       table_moves: If the value is a scatter into zeros: the moves, from sharding to sharding, of
         the value to which it is added. XLA scatters into that other value instead of the zeros, so
         it moves that value like the zeros.

@@ -232,8 +232,8 @@ def scale_init_of(scale_init: Any, zero_centered_gamma: bool) -> Any:
 def normalized(module: Any, x: Any, bias_init: Any, bias_axes: Axes) -> Any:
     """Create the parameters `scale` and `ln_bias` in a module, and normalize the last dim of x.
 
-    The other fields are read from the module. The parameters are cast to the dtype of x, and all
-    else is computed in float32.
+    All other options, such as `epsilon`, are fields of the module. The parameters are cast to the
+    dtype of x. The norm itself is computed in float32.
     """
     check_inputs("inputs", x)
     config = norm_config(module.layernorm_type, module.epsilon, module.zero_centered_gamma)
