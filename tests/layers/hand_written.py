@@ -225,7 +225,7 @@ class HandWritten:
         return jnp.sum(jnp.where(counts, total - chosen, 0)) / tokens
 
     def train_step(self, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-        """Return the jitted step of `optax.sgd` with momentum and a constant learning rate."""
+        """Return the jitted step of `optax.adamw` with a constant learning rate."""
 
         def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
             loss, gradients = jax.value_and_grad(self.loss)(state["params"], batch)
@@ -233,8 +233,8 @@ class HandWritten:
             return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
         params = self.parameters()
-        opt = (optax.TraceState(trace=params), optax.EmptyState())
-        specs = {"params": params, "opt": opt}
+        adam = optax.ScaleByAdamState(count=P(), mu=params, nu=params)
+        specs = {"params": params, "opt": (adam, optax.EmptyState(), optax.EmptyState())}
         state = jax.tree.map(
             lambda spec: NamedSharding(self.mesh, spec),
             specs,

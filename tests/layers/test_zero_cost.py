@@ -26,7 +26,7 @@ CONFIG = transformer_block.TransformerConfig(
     attention=attention_block.AttentionConfig(embed=32, heads=8, kv_heads=4, head_dim=8),
     mlp=mlp_block.MlpConfig(embed=32, hidden=64),
 )
-OPTIMIZER = optax.sgd(1e-3, momentum=0.9)
+OPTIMIZER = optax.adamw(1e-3)
 
 
 def specs_of(config: transformer_block.TransformerConfig) -> dict[str, Any]:
