@@ -250,7 +250,7 @@ def report(comparison: Comparison, left: Side, right: Side, *, width: int) -> li
 
 
 def _section(comparison: Comparison, role: Role, modes: Sequence[str], *, width: int) -> list[str]:
-    # The modes of a group have equal cells, so the first mode stands for all.
+    # The modes of a group have equal cells, so only the cells of the first mode are read.
     rows = [row for row in comparison.rows if row.role is role and row.mode == modes[0]]
     changed = [row for row in rows if row.changed]
     names = "all modes" if len(modes) == len(MODE_NAMES) else ", ".join(map(mode_name, modes))

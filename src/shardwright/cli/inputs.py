@@ -254,8 +254,7 @@ def strategy_label(text: str) -> str:
 def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> MeshSpec | None:
     """Return the mesh of a text, or else the strategy's own mesh on a number of devices.
 
-    Return None if there is no text, and either the strategy has no mesh or no number of devices is
-    given.
+    Without a text, return None if the strategy has no mesh or the number of devices is not given.
 
     Raises:
       MeshSpecError: The mesh cannot be read, or does not fit the number of devices.

@@ -111,7 +111,7 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> NamedModel:
     # `eval_shape` traces the function once, so it puts one value into the list.
     (found,) = result
     fix = f"add one --input for each array after the parameters, in order: {_INPUT_EXAMPLE}"
-    check_call(name, forward, None, *pairs, fix=fix)  # None stands for the parameters
+    check_call(name, forward, None, *pairs, fix=fix)  # None is for the parameters
     return NamedModel(
         name=name,
         forward=found.forward(forward),
@@ -270,7 +270,7 @@ def read_input(text: str) -> tuple[jax.ShapeDtypeStruct, tuple[str | None, ...]]
     if len(words) not in (0, len(shape)) or not all(map(_AXIS.fullmatch, words)):
         what = f"--input {text!r} does not have one axis for each of {len(shape)} dims"
         raise StrategyError(what, fix=f"write {_INPUT_EXAMPLE}, with ? for a dim of unknown axis")
-    # None stands for a dim of unknown axis.
+    # None means that the axis of a dim is unknown.
     known = {"?": None, "EMPTY": EMPTY}
     axes = tuple(known[word] if word in known else canonical_axis(word) for word in words)
     axes = axes or (None,) * len(shape)

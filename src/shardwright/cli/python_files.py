@@ -43,7 +43,7 @@ def read_module(path: Path) -> ModuleType:
     """Import a file. The file can import files beside it.
 
     Raises:
-      StrategyError: There is no such file, or its code raises an error.
+      StrategyError: The file does not exist, or its code raises an error.
     """
     if not path.is_file():
         raise StrategyError(f"no file {str(path)!r}", fix="check the path")

@@ -32,7 +32,7 @@ class SlidingWindow:
 
     @property
     def is_apart(self) -> bool:
-        """Whether each element of the operand is in at most one window, and there is no padding."""
+        """Whether each element of the operand is in at most one window, without padding."""
         return self == SlidingWindow(size=self.size, stride=self.size)
 
     def swapped(self, result: int) -> SlidingWindow:

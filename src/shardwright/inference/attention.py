@@ -120,7 +120,7 @@ def _scores(matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> Scores |
         [atom for atom in side if not is_position(atom) and atom.name in ("", *_HEADS)]
         for side in (left, right)
     ]
-    # Keys have no groups. If both sides have dims that are not positions, this is no matmul of
+    # Keys have no groups. If both sides have dims that are not positions, this is not a matmul of
     # queries and keys.
     if all(groups):
         return None

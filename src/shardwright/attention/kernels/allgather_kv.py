@@ -64,7 +64,7 @@ class _Gathering:
 def supports(call: AttentionCall) -> tuple[str, ...]:
     """Return why a call cannot be served.
 
-    The reasons: a mesh axis shards only the keys, or weights are asked for.
+    The reasons: a mesh axis shards only the keys, or the call asks for weights.
     """
     rest = [axis for axis in call.specs.kv_length if axis not in call.specs.q_length]
     if not rest:

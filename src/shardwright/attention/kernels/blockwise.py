@@ -55,7 +55,7 @@ class Gradients:
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: a length is sharded, or weights are asked for."""
+    """Return why a call cannot be served: a length is sharded, or it asks for weights."""
     return (*lengths_are_whole(call), *no_weights(call))
 
 

@@ -98,7 +98,7 @@ def steps_of(call: AttentionCall) -> tuple[int, ...]:
 def supports(call: AttentionCall) -> tuple[str, ...]:
     """Return why a call cannot be served.
 
-    The reasons: queries and keys have different mesh axes, or weights are asked for.
+    The reasons: queries and keys have different mesh axes, or the call asks for weights.
     """
     return (*shards.no_weights(call), *sequence.different_axes(call))
 

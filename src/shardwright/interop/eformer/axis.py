@@ -419,7 +419,7 @@ def _follow(
         )
     if not isinstance(value, str):
         return value
-    # A mesh axis may have the short name of an axis ("tp"). Then the name is no alias.
+    # A mesh axis may have the short name of an axis ("tp"). Then the name is not an alias.
     name = (
         canonical_axis(value)
         if value.startswith("__") or value in {entry.name for entry in registered.values()}
