@@ -187,8 +187,8 @@ def untracked(values: Any) -> Any:
     def drop(leaf: Any) -> Any:
         if not jax.typeof(leaf).manual_axis_type.varying:
             return leaf
-        # Under check_vma=False, the result of any operation has no varying axes. XLA removes this
-        # pair of reshapes.
+        # Under check_vma=False, the result of any operation has no varying axes, so add a dim and
+        # remove it. XLA drops both operations.
         return jax.lax.squeeze(jax.lax.expand_dims(leaf, (0,)), (0,))
 
     return jax.tree.map(drop, values)
@@ -331,7 +331,7 @@ def is_recomputed(equation: Any) -> bool:
 def raising_line(error: BaseException) -> str:
     """Return the line of the model that an error comes from, as `model.py:12`, or "".
 
-    Only the frames between the `except` that caught the error and the `raise` count.
+    Only frames between the `except` that caught the error and the `raise` are read.
     """
     frames = [
         frame
@@ -368,7 +368,7 @@ def program_lines(frame: Any, *, most: int = 8) -> str:
 
 
 def is_in(frame: Any, code: Any) -> bool:
-    """Tell whether a thread is in a function, given its innermost frame and the function's code."""
+    """Tell whether a thread is in a function, given the thread's innermost frame and the code."""
     while frame is not None:
         if frame.f_code is code:
             return True
@@ -377,7 +377,10 @@ def is_in(frame: Any, code: Any) -> bool:
 
 
 def duplicate_spec_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of a spec that has a mesh axis twice. JAX exports no name for them."""
+    """Return the errors of a spec that has a mesh axis twice.
+
+    JAX exports no name for their classes.
+    """
     from jax._src import named_sharding
 
     error: Any = getattr(named_sharding, "DuplicateSpecError", None)
@@ -398,8 +401,8 @@ def mixes_memories(error: BaseException) -> bool:
     return isinstance(error, ValueError) and str(error).startswith("memory_space of all inputs")
 
 
-# What messages of other error classes about shardings contain. A message about unequal types of
-# carries or branches counts only if JAX names no other difference.
+# If an error of another class is about shardings, this pattern is found in its message. It is not
+# found if JAX names another difference of the types of carries or branches.
 _ABOUT_SHARDINGS = re.compile(
     r"shardings?\b|shard_map|\bunreduced\b|\bmesh\b|\bspecs?\b|\[[^]]*@(?!.*so the )", re.DOTALL
 )
@@ -534,7 +537,7 @@ class CoordinationStore:
     def entries(self, folder: str) -> dict[str, bytes]:
         """Return the values below a folder.
 
-        The keys of the result do not have the name of the folder.
+        The keys of the result are relative to the folder.
         """
         pairs = self.client.key_value_dir_get_bytes(f"{folder}/")
         return {key.removeprefix(f"{folder}/"): value for key, value in pairs}
@@ -590,8 +593,8 @@ def kernel_name(equation: Any) -> str:
 def moves_rows_alone() -> bool:
     """Return whether XLA moves the rows of a lookup independently of its indices.
 
-    XLA of JAX 0.10 does so. In later versions, XLA shards the rows like the indices, also where
-    this takes a full gather.
+    XLA of JAX 0.10 does so. In later versions, XLA shards the rows like the indices, even where
+    this needs a full gather.
     """
     return bool(jax.__version_info__ < (0, 11))
 

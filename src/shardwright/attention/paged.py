@@ -278,7 +278,7 @@ def _attend(
     shared = _shared_axes(call.specs)
     if shared:
         positions = positions[_sequences(call, ())]
-        # The operands and tables of all sequences whose shards share pages with this one.
+        # Read the operands and tables of all sequences whose shards share pages with this shard.
         sequences = _sequences(call, shared)
         tables = tables[sequences]
         shard = shard.replace(

@@ -18,8 +18,8 @@ from shardwright.manager import constraint
 def attention(implementation: Implementation, operands: Operands, call: AttentionCall) -> Result:
     """Return the result of an implementation, in the caller's layout.
 
-    `run` is this function jitted. JAX shows programs under the name of the function, so this one is
-    not called `run`.
+    `run` is this function jitted. JAX shows a compiled program under the name of its function, so
+    this function is called `attention`.
 
     Args:
       implementation: An implementation that supports the call.
@@ -48,7 +48,9 @@ run = functools.partial(jax.jit, static_argnums=(0, 2))(attention)
 
 
 def _check(result: Any, implementation: Implementation, call: AttentionCall) -> None:
-    """Check that an implementation returned what the call asks for. A user may have written it.
+    """Check that an implementation returned what the call asks for.
+
+    A user may have written the implementation.
 
     Raises:
       AttentionError: The value is not a `Result`, or one of its arrays is missing or has a wrong

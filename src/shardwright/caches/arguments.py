@@ -111,7 +111,7 @@ def integers(name: str, values: Any, *, size: int | None = None, per: str = "slo
     # These dtypes fit int32. uint32 does not: its large values would turn negative.
     if array.dtype.itemsize < 4 or array.dtype == np.int32:
         return array.astype(np.int32)
-    # Clip before the cast: a plain cast would turn 2**32 into 0, which is a slot.
+    # Clip before the cast: a plain cast would turn 2**32 into 0, which is the number of a slot.
     smallest = 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else -_LARGEST_INT32
     numpy = np if isinstance(array, np.ndarray) else jnp
     return numpy.clip(array, smallest, _LARGEST_INT32).astype(np.int32)

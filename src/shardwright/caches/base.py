@@ -1,8 +1,8 @@
 """The interface of every KV cache, and the entry of every operation.
 
 A slot is a row of the batch: room for one sequence. Position p of a sequence is its p-th token,
-from 0. A slot holds the positions below its `length`. A slot of a ring holds only those from its
-`start` on. No other value says which rows are valid.
+from 0. A slot holds the positions below its `length`. A slot of a ring holds only the positions
+from its `start` on. No other value says which rows are valid.
 
 Scatters write the rows, and drop rows that are out of range: no token is clamped or shifted to
 another row. An operation that is impossible for a slot is refused for that slot only. The refusal

@@ -41,7 +41,7 @@ def import_orbax(what: str, error: type[ShardingError]) -> Any:
 
 
 def check_outside_of_trace(what: str, error: type[ShardingError]) -> None:
-    """Refuse a call inside a trace, such as "a cache can be saved"."""
+    """Refuse a call inside a trace. `what` is a text such as "a cache can be saved"."""
     if _jax.in_trace():
         raise error(
             f"{what} only outside of jit",

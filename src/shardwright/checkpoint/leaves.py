@@ -340,7 +340,8 @@ def _misfit(leaf: SavedLeaf, target: Any, *, recut: bool) -> tuple[str, str] | N
     if not is_array:
         if leaf.kind is LeafKind.NUMBER and leaf.dtype == _number_type(target):
             return _enum_misfit(leaf, target)
-        # A saved scalar array fits a number, because a move turns numbers into arrays.
+        # The target of a saved scalar array may be a number, because `reshard` turns numbers into
+        # arrays.
         if _scalar_type(leaf) == _number_type(target) and not isinstance(target, enum.Enum):
             return None
         return f"saved as {leaf}, and the target is {target!r}", "restore it as it was saved"
@@ -353,8 +354,8 @@ def _misfit(leaf: SavedLeaf, target: Any, *, recut: bool) -> tuple[str, str] | N
         if same_layers and dtype == leaf.dtype:
             fix += "; if both are one stack of layers in other repeats, pass recut=True"
         return f"saved as {leaf}, and the target is {asked}", fix
-    # Only a description can ask for 64 bits while JAX has 32. The array itself could not be
-    # created.
+    # Without x64, JAX has dtypes of at most 32 bits. Only a `ShapeDtypeStruct` can have 64 bits
+    # then, because JAX cannot create such an array.
     narrowed = dtype in _WIDE and str(jax.dtypes.canonicalize_dtype(dtype)) != dtype
     if isinstance(target, jax.ShapeDtypeStruct) and narrowed:
         return (

@@ -1,4 +1,4 @@
-"""`--fix` of `check` and `plan`: make the edits that the findings of a strategy file have.
+"""`--fix` of `check` and `plan`: make the edits that the findings on a strategy file propose.
 
 Comments and the order of the keys stay. The edited strategy is then tried, and every result that
 existed before must stay the same.

@@ -28,7 +28,7 @@ from shardwright.vocabulary.axes import EMPTY, canonical_axis
 from shardwright.vocabulary.layouts import LAYOUTS
 from shardwright.vocabulary.merged_dims import merged
 
-# `--help`, `presets` and `schema` read no slice, and need not wait for `plan`.
+# `--help`, `presets` and `schema` read no slice, so they need not wait for the import of `plan`.
 if TYPE_CHECKING:
     from shardwright.plan.hardware import Topology
 
@@ -158,7 +158,7 @@ class Setting:
 
     def on(self, topology: Topology) -> Topology:
         """Return a topology with the parts of the mesh axes that cross its slices."""
-        # A mesh axis whose part is 1 does not cross slices.
+        # A mesh axis whose size in `dcn` is 1 does not cross slices.
         crossing = {axis: part for axis, part in self.dcn.items() if part > 1}
         return dataclasses.replace(topology, crossing=crossing)
 

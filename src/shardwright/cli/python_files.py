@@ -21,7 +21,7 @@ def read_function(text: str, *, example: str, fix: str) -> Callable[..., Any]:
 
     Args:
       text: The file and the function.
-      example: A correct text. The error shows it if `text` has another form.
+      example: A correct text, which the error shows if `text` has another form.
       fix: What to do if the file has no such function.
 
     Raises:

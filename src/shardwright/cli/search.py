@@ -373,7 +373,8 @@ def _write(candidates: Sequence[Candidate], folder: str, group: str) -> list[str
     written = []
     for number, candidate in enumerate(candidates, 1):
         parts = (group, candidate.name, candidate.mesh, candidate.variant)
-        # The names of meshes have colons and commas, which not every file system takes.
+        # The names of meshes have colons and commas, which not every file system allows in file
+        # names.
         words = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(part for part in parts if part))
         name = f"{number:02}-{words}"
         # Errors and reports show the name of a strategy, so give it the name of its file.

@@ -247,7 +247,7 @@ def stack(count: int, shape: DimSizes, axis: int) -> Correspondence:
 
 @functools.lru_cache(maxsize=4096)
 def unstack(shape: DimSizes, axis: int) -> Correspondence:
-    """Return how dims correspond if the rows of a dim become arrays. This needs the dim whole."""
+    """Return how dims correspond if the rows of a dim become arrays. This needs the whole dim."""
     every = [(dim,) for dim in range(len(shape))]
     rows = [every[:axis] + every[axis + 1 :]] * shape[axis]
     return _made(shape, [every], rows, roles={axis: FactorRole.CHANGED})

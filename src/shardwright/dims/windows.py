@@ -49,7 +49,8 @@ class SlidingWindow:
         Args:
           operand: Size of the dim before the windows.
           result: Size of the dim of the results.
-          parts: Number of parts of both. Where a size does not divide, the last part is padded.
+          parts: Number of parts into which both dims are divided. Where a size does not divide, the
+            last part is padded.
 
         Returns:
           Three numbers: the elements needed from the part before, those needed from the part after,

@@ -26,15 +26,15 @@ class Atom:
       guess: Whether a default rule chose the name.
       whole: The dim that this atom is a slice of, or None.
       learned: Whether it is a factor of a parameter's dim, or of a slice of such a dim.
-      counts: Whether an iota counts along it.
+      counts: Whether the numbers of an iota increase along it.
       nonlinear: Whether an activation function was applied to it.
       residual: Whether it is a dim of a residual addition, `x + f(x)`.
       routed: Whether activations choose elements along it, by one-hot rows or by a scatter.
       given: Whether it is a dim of an input.
       resized: Whether an operation on activations makes it from a dim of another size, such as a
         stride or a concatenation.
-      is_shards: Whether it is the number of shards of a `shard_map`. It then belongs to the next
-        factor, whose name it takes.
+      is_shards: Whether it is the number of shards of a `shard_map`. Then it has the name of the
+        next factor, and both are one dim.
       params: The dims of parameters that it is part of, as (leaf, dim).
       parts: Its (major, minor) factors, or None if it is not split.
       same: The next atom on the way to the representative of its class, or None if it is the
@@ -197,7 +197,10 @@ def regroup(dims: Sequence[AtomDim], shape: Sequence[int]) -> AtomDims:
 
 
 def _cut(factors: list[Atom], shape: Sequence[int]) -> Sequence[AtomDim]:
-    """Return dims of these sizes, made of factors in order. They are new if no cut fits."""
+    """Return dims of these sizes, made of factors in order.
+
+    If the factors cannot be cut into these sizes, all dims are new.
+    """
     cut: list[AtomDim] = []
     for size in shape:
         members: list[Atom] = []

@@ -122,10 +122,11 @@ def call(step: InferenceStep) -> list[ArrayFacts] | None:
 
 
 def _carried(step: InferenceStep, starts: Sequence[ArrayFacts]) -> list[ArrayFacts]:
-    """Return the initial values of carries, where arrays depend on everything that the loop reads.
+    """Return the initial values of carries.
 
-    The reason is accumulators: they start as zeros, which depend on nothing, and become results of
-    the loop. Scalars stay as they are, because they are often counters.
+    Arrays are marked as dependent on everything that the loop reads. The reason is accumulators:
+    they start as zeros, which depend on nothing, and become results of the loop. Scalars stay as
+    they are, because they are often counters.
     """
     every = step.result(())
     return [

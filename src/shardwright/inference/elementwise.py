@@ -26,8 +26,8 @@ def elementwise(step: InferenceStep) -> list[ArrayFacts] | None:
         return None
     pairs = zip(step.values, step.operand_shapes, strict=True)
     operands = [value for value, own in pairs if table.broadcasts(own, shapes[0])]
-    # If a bias or a scale is applied to learned queries of latents, the result stays computed. If a
-    # whole matrix is added, the sum counts as a parameter again.
+    # Queries of learned latents are computed from parameters. They remain so if a bias or a scale
+    # is applied. If a whole matrix is added, the sum counts as a parameter again.
     is_computed = any(value.is_computed for value in operands) and not any(
         value.is_weight
         and not value.is_computed

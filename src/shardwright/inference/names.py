@@ -148,7 +148,7 @@ def guess_links(names: Names) -> None:
 def with_slices(
     outputs: Mapping[Atom, EquationLocation], slices: Iterable[DimSlice]
 ) -> dict[Atom, EquationLocation]:
-    """Return the equation of each atom, and the same equation for the slices cut from it."""
+    """Return the equation of each atom, and of each slice that is cut from the atom."""
     every = dict(outputs)
     # Slices are in the order of the program: a slice of a slice comes after it, so one pass is
     # enough.

@@ -30,7 +30,7 @@ def broadcast(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def iota(step: InferenceStep) -> list[ArrayFacts]:
-    """Mark the dim that is counted along."""
+    """Mark the dim along which the numbers of the iota increase."""
     # An iota that is compared with indices gives one-hot rows. An iota that is used as an index
     # gives positions.
     at = step.parameters["dimension"]

@@ -135,7 +135,7 @@ def _without_repeats(row: Sequence[Spelled]) -> list[Spelled]:
 
     A dim with a guessed axis is also replicated if another dim has an axis of tensor parallelism,
     because every preset shards both over `tp`. Example: image classes and features of an MLP. A dim
-    whose axis is certain keeps it. If no axis is certain, the first dim keeps it.
+    whose axis is certain keeps it. If no axis is certain, the first dim keeps its axis.
     """
     seen: set[str] = set()
     entries = list(row)

@@ -143,7 +143,8 @@ def _ends(
     """Yield the last dim of the first result, and the dims that labels select from."""
     if results and results[0].dims:
         last = results[0].dims[-1]
-        # `outputs_of` keeps the first matmul of a dim, so in reverse order it keeps the last.
+        # `outputs_of` keeps the first matmul of a dim. Matmuls are passed in reverse order, so it
+        # keeps the last one.
         outputs = outputs_of(reversed(facts.projections))
         yield last, next((outputs[atom] for atom in finest(last) if atom in outputs), None)
     for lookup in facts.lookups:

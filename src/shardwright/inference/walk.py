@@ -151,8 +151,8 @@ class FactWalker:
             known, name = self.kernels.walk(step, kernel), f"{name} {kernel}"
         else:
             known = control.call(step)
-            # An equation that holds a jaxpr no rule reads is not elementwise, even if all shapes
-            # are equal.
+            # An equation with a jaxpr that no rule reads is not elementwise, even if all shapes are
+            # equal.
             if known is None and not list(core.jaxprs_in_params(step.equation.params)):
                 known = elementwise.elementwise(step)
         if known is not None:

@@ -1,8 +1,9 @@
 """The names of fjformer's `partition_utils`, for code that uses them.
 
 The functions constrain by specs written by hand, choose specs by path, move metrics to the host,
-and make PRNG keys per call. `shard`, `match_paths` and `PartitionManager.shardings` do the first
-two more strictly. With the functions of this module, a code base can migrate line by line.
+and make PRNG keys per call. `shard`, `match_paths` and `PartitionManager.shardings` constrain
+arrays and choose specs more strictly. With the functions of this module, a code base can migrate
+line by line.
 """
 
 from __future__ import annotations
@@ -555,7 +556,7 @@ def _check_steps(metrics: Any) -> None:
         )
     first: Any = jax.tree.structure(metrics[0])
     for number, step in enumerate(metrics):
-        # `jax.tree.map` would take a whole subtree of a later step for a leaf of the first.
+        # `jax.tree.map` would accept a whole subtree of a later step in place of a leaf of step 0.
         if (structure := jax.tree.structure(step)) != first:
             raise StrategyError(
                 f"step {number} has the metrics {structure}, and step 0 has {first}",

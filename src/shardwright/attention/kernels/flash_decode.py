@@ -6,11 +6,11 @@ collectives send the partial results:
 - Few queries take one all-gather of the shards' float32 outputs and logsumexps, which every shard
   combines. That sends more bytes than two collectives, but saves the time to start a second
   collective.
-- Many queries take two. In an all-to-all, each shard receives the partial results of some heads
-  from all shards, and combines them. Each shard sends `(n - 1) / n` of its own partial results. An
-  all-gather then replicates the output. (One all-reduce would send more bytes, because it would
-  replicate float32 sums.) If the heads do not divide over the shards, a maximum and a sum over the
-  shards are used instead.
+- Many queries take two collectives. In an all-to-all, each shard receives the partial results of
+  some heads from all shards, and combines them. Each shard sends `(n - 1) / n` of its own partial
+  results. An all-gather then replicates the output. (One all-reduce would send more bytes, because
+  it would replicate float32 sums.) If the heads do not divide over the shards, a maximum and a sum
+  over the shards are used instead.
 - If the output's heads are sharded over the keys' mesh axes, the all-to-all suffices. The queries
   of those heads are gathered first.
 - If the queries are sharded over all mesh axes of the keys, as in a prefill chunk, their rows are

@@ -107,7 +107,7 @@ def run_forward(
       qkv: Queries, keys and values, by head.
       sinks: `[heads]` float32, a logit per head that takes a share of the softmax and adds no
         value; or None.
-      state: The running state before, whose memory is reused; or None.
+      state: The running state to continue from, whose memory is reused; or None.
       dtype: Dtype of a normalized output; None for the running state.
     """
     q, k, v = qkv
@@ -321,7 +321,8 @@ class _Specs:
             return batch, head, 0, block
 
         # The last two dims of a block must be multiples of (8, 128), or equal to the dims of the
-        # array. A dim of size 1 is equal, and keeps the numbers of a row along the lanes.
+        # array. Here the first of these two dims is 1 in both, so the numbers of a row lie along
+        # the lanes.
         return pl.BlockSpec((None, None, 1, self.plan.q_block), index)
 
     def kv(self, dim: int) -> Any:

@@ -153,8 +153,8 @@ def key_block(operands: Operands, j: Any, recipe: Arithmetic, grid: Grid) -> Ope
     block = operands
     if grid.kv_count > 1:
         first = j * grid.kv_block
-        # The last block starts early and repeats rows of the block before it. The repeated rows are
-        # hidden, or their keys would count twice.
+        # The last block starts early and repeats rows of the block before it. Hide the repeated
+        # rows: otherwise their keys would be counted twice.
         start = jnp.minimum(first, grid.kv_length - grid.kv_block)
         block = _slice_side(operands, _KV_DIM, start, grid.kv_block)
         if grid.kv_length % grid.kv_block:

@@ -55,7 +55,7 @@ def gather(array: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
 
 
 def keys_at(operands: Operands, start: Any, *, k: jax.Array, v: jax.Array) -> Operands:
-    """Return operands that have k and v as their keys.
+    """Return the operands with k and v as their keys and values.
 
     k and v start at row `start` of the whole sequence. Positions, segment ids, mask and bias are
     sliced to the same rows.

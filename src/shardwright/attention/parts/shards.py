@@ -137,7 +137,7 @@ def run_on_shards(
 
     Args:
       kernel: Function of local operands. It returns an output, and a logsumexp if the call asks for
-        it. If it always returns the logsumexp, the backward pass reads that.
+        it. If the kernel always returns a logsumexp, its backward pass reads this result.
       operands: Global arrays.
       call: Their description and sharding.
       opaque: Whether JAX cannot look into the kernel; see `run_opaque`.

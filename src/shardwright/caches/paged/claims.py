@@ -19,8 +19,8 @@ class PageClaim:
     """The pages that slots get for their next tokens.
 
     Attributes:
-      served: `[batch]` bool, True for slots that asked for tokens and get all pages for them. Other
-        slots get no page.
+      served: `[batch]` bool, True for slots that get new tokens, and get all pages for these
+        tokens. Other slots get no page.
       pages: `[batch, most]` int32, the new pages of each slot in the order of its tokens, then "no
         page".
       columns: `[batch, most]` int32, the table column of each new page.
@@ -75,7 +75,7 @@ def claim_pages(
     )
 
     def needs(asking: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return how many pages asking slots need, their first columns, and which need a copy."""
+        """For slots in `asking`: return numbers of pages, first columns, and which need a copy."""
         earlier_copies = jnp.sum(before & asking[None, :], axis=1, dtype=jnp.int32)
         copies = asking & (holders - earlier_copies > 1)
         first = count_pages(lengths, page_size) - copies.astype(jnp.int32)
@@ -88,10 +88,10 @@ def claim_pages(
         return jnp.sum(needs(asking)[0]) > free
 
     def refuse(asking: jax.Array) -> jax.Array:
-        # All slots before the first slot that lacks pages are served. Refuse that slot, and each
-        # later slot that needs more pages than are left for that slot. Later slots have fewer pages
-        # left, and a refusal never lowers the number that another slot needs. (A slot needs one
-        # page more if an earlier slot no longer copies the page that both share.)
+        # All slots before the first slot that lacks pages are served. Refuse this first slot, and
+        # each later slot that needs more pages than are left for the first slot. Later slots have
+        # fewer pages left, and a refusal never lowers the number that another slot needs. (A slot
+        # needs one page more if an earlier slot no longer copies the page that both share.)
         need = needs(asking)[0]
         left = free - (jnp.cumsum(need) - need)
         at = jnp.argmax(need > left)

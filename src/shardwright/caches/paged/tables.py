@@ -44,7 +44,7 @@ class Ownership:
         )
 
     def take(self, claim: PageClaim, slots: jax.Array) -> Ownership:
-        """Return the ownership after slots took a claim.
+        """Return the ownership after slots got the pages of a claim.
 
         Row i of the claim belongs to `slots[i]`.
         """
@@ -64,7 +64,7 @@ class SlotRows:
 
     Attributes:
       positions: `[n, m]` int32, positions of the tokens; -1 for a token that is not written.
-      pages: `[n, m]` int32, the page of each, or "no page".
+      pages: `[n, m]` int32, the page of each token, or "no page".
       shared: `[n]` int32, pages to copy first, or "no page". None if the operation never copies
         pages.
       copies: `[n]` int32, the page to which each shared page is copied.

@@ -83,9 +83,9 @@ class PartitionAxis(Attributes):
     """Rules as attributes. Reading an attribute returns its mesh axes.
 
     A value is a mesh axis, a tuple of mesh axes (one dim over several), a parallelism axis such as
-    `TP`, or a rule such as `"tp | -"`. None replicates. This also holds for a `decode_*` attribute.
-    The default is `NOT_GIVEN`; a `decode_*` attribute then takes the value of its base. The
-    `decode_*` attributes also apply to insert.
+    `TP`, or a rule such as `"tp | -"`. None replicates. A `decode_*` attribute has the same kinds
+    of values. The default is `NOT_GIVEN`; a `decode_*` attribute then takes the value of its base.
+    The `decode_*` attributes also apply to insert.
 
     >>> PartitionAxis(tensor_parallel_axis="model").head_axis
     'model'

@@ -116,7 +116,7 @@ def to_strategy(
     """Turn the trainer of a configuration of levanter into a strategy with the same specs.
 
     The mesh has the axes "replica", "data" and "model", as in levanter. Newer versions have the
-    mesh and the mappings in `trainer.mesh`. What is not under `trainer` is ignored.
+    mesh and the mappings in `trainer.mesh`. Keys outside of `trainer` are ignored.
 
     Args:
       config: A YAML file, or its content.
@@ -323,8 +323,8 @@ def _read_mesh(
         for name, axes in _SHARED.items()
     }
     shared = {**defaults, **entries("shared_mapping", {})}
-    # `shared_mapping` holds for activations and for parameters. A mapping of only one of the two
-    # wins over it.
+    # `shared_mapping` applies to activations and to parameters. `compute_mapping` overrides it for
+    # activations, and `param_mapping` for parameters.
     compute, batch = dict(shared), table.get("batch_axis_name", "batch")
     own = entries("compute_mapping", {})
     if batch is not None and batch not in shared:
@@ -370,7 +370,7 @@ def _sizes(table: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int], li
         for name, size in dcn.items()
         if size == -1
     ]
-    # -1 is one slice here; a note says how to write more.
+    # Here, -1 means one slice; a note says how to write more slices.
     known = {name: max(size, 1) for name, size in dcn.items()}
     across = {name: size for name, size in known.items() if size > 1}
     return {**axes, **known}, across, notes

@@ -1,4 +1,4 @@
-"""The names of `eformer.escale` that are provided; a call of another names a replacement."""
+"""The provided names of `eformer.escale`; the error of a call of any other name shows a fix."""
 
 from jax.sharding import NamedSharding as NamedSharding
 from jax.sharding import PartitionSpec as PartitionSpec

@@ -323,7 +323,8 @@ def get_current_partition_manager() -> Any:
     return context.current()
 
 
-# eformer returns the manager that was built last. Here, building one does not make it ambient.
+# eformer returns the manager that was built last. Here, a manager is not ambient until it is
+# entered.
 get_partition_manager = get_current_partition_manager
 
 
