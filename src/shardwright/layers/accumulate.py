@@ -208,7 +208,7 @@ class _AccumulationStep:
       once: Whether all weights are gathered before the first microbatch.
       trained: For each leaf of the parameters, whether it has a gradient.
       paths: Path of each leaf of the parameters.
-      deferred: Mesh axes that trained weights are reduced over in their types.
+      deferred: Mesh axes over which trained weights are `reduced` in their JAX types.
       only: Path of the only weight that is reduced, or None for all.
     """
 
@@ -252,7 +252,7 @@ class _AccumulationStep:
         )
 
     def _deferrable(self, manager: PartitionManager, params: Any) -> frozenset[str]:
-        """Return the mesh axes of the tokens, if LENGTH is sharded and sums over it may wait."""
+        """Return the mesh axes of the tokens, if LENGTH is sharded and their sums can come last."""
         # Refuse Manual axes: in a `shard_map`, JAX cannot transpose a scan over reduced weights.
         mesh = _jax.ambient_mesh() or manager.mesh
         if set(mesh.axis_types) != {AxisType.Explicit}:
@@ -593,7 +593,7 @@ def _check_loss(loss: Callable[..., Any], *, with_key: bool) -> None:
 
 
 def _part(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """Return a spec without the mesh axes that are not in `axes`."""
+    """Return a spec with only the mesh axes that are in `axes`."""
     entries = [entry_names(entry) for entry in spec.partitions]
     return canonical_spec([entry_of(tuple(a for a in entry if a in axes)) for entry in entries])
 

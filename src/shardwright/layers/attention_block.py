@@ -173,8 +173,8 @@ class AttentionState:
     Attributes:
       cache: A KV cache, or None.
       scaling: `fp8.uses(scaling, channel)` as an argument. In a result, the amaxes of the block's
-        inputs and kernels. With a cache, a result has the argument again, so that it is the state
-        of the next call.
+        inputs and kernels. With a cache, a result has the argument unchanged, so the result can be
+        passed to the next call.
     """
 
     cache: Any = None
@@ -467,7 +467,7 @@ def _check_arguments(
 
 
 def theta_rule(name: str, theta: Any, head_dim: int) -> tuple[object, str, str, str]:
-    """Return the rule for `refuse`: each frequency turns two elements of a head."""
+    """Return a check for `refuse`: a frequency rotates two elements, so few fit into a head."""
     count = len(theta.values) if isinstance(theta, RopeFrequencies) else 0
     what = f"{name} has {count} frequencies, and head_dim is {head_dim}"
     return 2 * count > head_dim, name, what, f"pass at most {head_dim // 2}"

@@ -173,7 +173,7 @@ def read_array(name: str, value: Any, dims: str, *, integers: bool = False) -> j
 
     Raises:
       LayerError: `value` is None, a dict, or another value that is not an array. Or it must have
-        integers and has not.
+        integers, but has other values.
       RankMismatchError: `value` has another number of dims.
     """
     try:

@@ -41,7 +41,7 @@ class Microbatches:
       stages: S, the size of pp.
       before: Mesh axes of BATCH before pp; all of them if BATCH is not sharded over pp.
       after: Mesh axes of BATCH after pp.
-      in_rows: pp, if BATCH is sharded over it.
+      in_rows: pp if BATCH is sharded over pp, else empty.
     """
 
     manager: PartitionManager

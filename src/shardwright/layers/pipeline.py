@@ -42,9 +42,10 @@ def pipeline(
 
     Without a manager, or if its strategy has no `[pipeline]`, this is `jax.lax.scan` over the
     layers. With `[pipeline]`, the batch is cut into m microbatches. For any size of pp, the result
-    is that of the scan, run once for each microbatch. So what depends on several rows depends on
-    one microbatch only: dropout masks, the capacity of experts, and fp8 scales. Over pp, the
-    devices send only the microbatches and, once per tick, the results of layers.
+    is that of the scan, run once for each microbatch. So all that is computed from several rows
+    (dropout masks, the capacity of experts, fp8 scales) is computed from the rows of one
+    microbatch. Over pp, the devices send only the microbatches and, once per tick, the results of
+    layers.
 
     Only the input of each stage in each tick is kept for the backward pass, which computes the
     stage again.
@@ -157,9 +158,9 @@ def read_stack(
     apart = _shards_apart(manager, cut, specs, path, once=once) if by_row else ()
     if once:
         # Gather all weights once. `gather` in a layer then finds its weight whole. If `apart` does
-        # not have the mesh axes of FSDP, it still scatters each gradient, so the stage adds
-        # gradients sharded as stored. Over Explicit mesh axes, the sum has the type of the gathered
-        # weights, so it is gathered once too.
+        # not have the mesh axes of FSDP, that `gather` still scatters each gradient, so the stage
+        # adds gradients sharded as stored. Over Explicit mesh axes, their sum has the type of the
+        # gathered weights, so the sum is gathered too, once.
         params = manager.gather(params, specs, path=path)
     return params, lead, Stages(layer=layer, cut=cut, lead=lead, apart=apart)
 

@@ -79,7 +79,8 @@ def split_over(
     policy = manager.rules.policy
     added = policy.largest_dim
     if role is Role.USE and added is not None and {*added.mesh_axes} <= {*policy.gather}:
-        # Leave `largest_dim` out: it chooses a dim by global sizes, and in use that dim is whole.
+        # Leave `largest_dim` out: it needs global sizes to choose a dim, and the dim that it shards
+        # is whole in use.
         rules = dataclasses.replace(
             manager.rules, policy=dataclasses.replace(policy, largest_dim=None)
         )

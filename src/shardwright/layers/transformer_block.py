@@ -179,7 +179,7 @@ class StackState:
         have a leading dim of the layers of that tree. Before the first call, `moe` itself is None.
       scaling: With delayed scaling, one tree per tree of parameters: `fp8.uses(scaling, channel)`
         as an argument. In a result, the amaxes of inputs and kernels. With caches, a result has the
-        argument again, so that it is the state of the next call. Else None.
+        argument unchanged, so the result can be passed to the next call. Else None.
     """
 
     caches: list[KVCache] | None = None
@@ -199,7 +199,7 @@ STATE: Final = instance(StackState, fix="pass transformer_block.StackState(cache
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKeys:
-    """The dropout keys of one layer, for inside and after each block. None drops nothing."""
+    """The dropout keys of one layer, for the inside and output of each block. None: no dropout."""
 
     attention: Any = None
     after_attention: Any = None
@@ -531,9 +531,9 @@ def _scan(
 
 
 def _over_microbatches(after: Any) -> Any:
-    """Return the state of an MoE layer, from one with a leading dim of microbatches.
+    """Return the state of an MoE layer, given a state with a leading dim of microbatches.
 
-    Router losses are means over tokens, and so is their mean over microbatches of equal size.
+    Router losses are means over tokens, so their mean over equal microbatches is one as well.
     """
     if after is None:
         return None

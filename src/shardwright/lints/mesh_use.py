@@ -232,7 +232,7 @@ def _used(subject: Subject) -> set[str]:
         for problem in answer.resolution.problems:
             used.update(problem.mesh_axes)
             if problem.error is ShapeRequiredError and problem.dim is None:
-                # Without a shape, any dim may take what the policy adds.
+                # Without a shape, any dim may take the mesh axes that the policy adds.
                 used.update(subject.rules.policy.added_mesh_axes)
             if problem.error is ShapeRequiredError and problem.dim is not None:
                 rule = answer.resolution.decisions[problem.dim].rule
@@ -316,12 +316,12 @@ def shared_mesh_axes(subject: Subject) -> Iterator[Finding]:
     sizes = {name: 2 if size == INFER else size for name, size in subject.sizes.items()} or {
         name: 2 for _, _, rule in subject.written() for name in rule.mesh_axes
     }
-    every = math.prod(sizes.values())  # divides over all mesh axes
+    every = math.prod(sizes.values())  # a size that all mesh axes divide
     found: dict[frozenset[str], tuple[str, RuleRef, set[str]]] = {}
     for (layout, each), mode in itertools.product(LAYOUTS.items(), MODES):
         axes = each.semantic_axes or each.default_axes
         if not {EMPTY, *SEMANTIC_AXES}.issuperset(axes):
-            continue  # rules give parallelism axes such as tp to no two dims
+            continue  # no rule gives a parallelism axis, such as TP, to two dims
         shape = [every] * len(axes)
         answer = explain(axes, subject.rules, sizes, mode=mode, role=each.role, shape=shape)
         for problem in answer.problems:

@@ -291,8 +291,8 @@ class Manager:
     def remember(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """Return the cached value of a key. If there is none, compute and cache it.
 
-        Rooms above cache here what they derive from resolutions, so that no cache outlives the
-        manager. At least the last 10,000 values are kept.
+        Packages above cache here the values that they derive from resolutions, so that no cache
+        outlives the manager. At least the last 10,000 values are kept.
 
         Args:
           key: Key of the value. It starts with the name of the calling function.

@@ -25,7 +25,7 @@ def remat_policy(manager: Manager, names: Iterable[str] = (), *, dots: bool = Fa
       dots: Whether matmuls without batch dims are saved too.
 
     Raises:
-      StrategyError: A name is not text, or the backend has no memory for a rule.
+      StrategyError: A name is not text, or the backend lacks the memory that a rule names.
     """
     for name in (names := tuple(names)):
         if not isinstance(name, str):

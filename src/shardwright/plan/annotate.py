@@ -44,7 +44,7 @@ ad.deflinear2(
 
 
 def _batch(args: Any, dims: Any, *, annotation: Annotation, added: tuple[int, ...]) -> Any:
-    """Batch an annotation. The batched one says nothing about the dim that `vmap` adds."""
+    """Batch an annotation. The batched annotation says nothing about the dim that `vmap` adds."""
     (x,), (dim,) = args, dims
     # `vmap` inserts its dim at `dim`, so earlier `vmap` dims at `dim` or later move up by one.
     shifted = tuple(at + (at >= dim) for at in added)

@@ -61,7 +61,7 @@ class Row:
 
     @property
     def changed(self) -> bool:
-        """Whether it moved, or a dim has another number of shards."""
+        """Whether the tensor moved, or one of its dims has another number of shards."""
         # The mesh axes may be equal but have other sizes, such as tp=4 before and tp=8 after.
         return self.moved or self.before.shards != self.after.shards
 

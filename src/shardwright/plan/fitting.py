@@ -257,7 +257,8 @@ def _changes(
         first = own.partition("|")[0].strip()
         rest = f" | {own}" if "|" in own else ""  # the fallbacks stay
         wider = axis if first == "-" else f"{first}+{axis}{rest}"
-        # Gather weights over the mesh axis too, or the batch competes for it in matmuls.
+        # Gather weights over this mesh axis too. Otherwise they compete with the batch for the mesh
+        # axis in matmuls.
         gather = "+".join(dict.fromkeys([*policy.gather, axis]))
         is_policy = name in ("largest_dim", "zero1")
         change = {f"{'policy' if is_policy else 'params'}.{name}": wider}

@@ -51,8 +51,8 @@ def collective_seconds(
     """
     inside = inside_seconds(layout, kind, mesh_axes, wire_bytes)
     between = layout.seconds_between_slices(kind, mesh_axes, logical_bytes)
-    # At best, links and the network send at once. At worst, the legs follow each other: a
-    # reduce-scatter inside, a sum between slices, and an all-gather inside.
+    # At best, links and the network send at the same time. At worst, three steps follow each other:
+    # a reduce-scatter inside a slice, a sum between slices, and an all-gather inside a slice.
     low, high = max(inside.low, between), inside.high + between
     if layout.topology.chip.domain and high:
         ways = nccl_ways(

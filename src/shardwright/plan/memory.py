@@ -1,7 +1,7 @@
 """Count the bytes of each array of a tree, per device and in copies over mesh axes.
 
-Counts are exact. They need only shapes, dtypes and shardings, so meshes and arrays may be abstract.
-They count the elements of the arrays, without the tiling and alignment of a backend.
+Counts are exact, and need only shapes, dtypes and shardings, so meshes and arrays may be abstract.
+The tiling and alignment of a backend are left out: only the elements of the arrays count.
 """
 
 from __future__ import annotations

@@ -276,9 +276,9 @@ def trace_program(
 def read_arguments(
     manager: Manager, program: Program
 ) -> tuple[ShardingRequest | NamedSharding | None, ...]:
-    """Return what shards each array of the arguments: its annotation, its sharding or None.
+    """Return, for each array of the arguments, its annotation, its sharding or None.
 
-    It needs no trace.
+    No trace is needed.
     """
     return read_inputs(manager, program.shapes, program.specs, _roles(program))
 

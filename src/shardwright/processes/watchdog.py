@@ -191,7 +191,7 @@ class Watchdog(threading.Thread):
         if summary["verdict"]:
             self._end(summary["verdict"])
         silent = self._silent_since(leader, summary["number"])
-        # A last beat may be up to one interval older than when it was seen.
+        # A beat may have been written up to one interval before it was seen.
         if silent >= self._seconds - self._interval and not summary["all_ended"]:
             self._end(_no_sign(leader, silent))
         return bool(summary["all_ended"])

@@ -310,7 +310,7 @@ def _own_strides(axes: Sequence[tuple[str, int]]) -> dict[str, int]:
 
 
 def _strides_in(grid: DeviceGrid, devices: Sequence[int]) -> dict[str, int] | None:
-    """Return the stride of each axis in a list of devices, or None if an axis has no fixed one."""
+    """Return each axis's stride in a list of devices, or None if an axis has no fixed stride."""
     place = {device: at for at, device in enumerate(devices)}
     own = _own_strides(grid.axes)
     first = place[grid.devices[0]]

@@ -15,7 +15,7 @@ Chain = Rule | Composite
 class Failure:
     """The first non-empty candidate that did not fit.
 
-    If no candidate of the dim fits, the policy applies to this one.
+    If no candidate of the dim fits, the policy applies to this candidate.
     """
 
     candidate: TriedCandidate

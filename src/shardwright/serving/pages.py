@@ -43,7 +43,8 @@ class Pages:
       count: Number of pages.
       size: Rows of a page.
       prefixes: Tree of full pages by content.
-      hits: Number of pages that requests took from other requests instead of computing them.
+      hits: Number of pages that requests shared with earlier requests instead of computing them
+        again.
     """
 
     def __init__(self, *, count: int, size: int) -> None:

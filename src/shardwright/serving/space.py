@@ -111,7 +111,7 @@ class PageSpace:
         See `SlotSpace.fits`.
         """
         # Jobs that still read their prompts will take more pages, so subtract the pages that these
-        # need.
+        # jobs need.
         needed = sum(
             self.pool.missing(self._tables[each.number], len(each.reading))
             for each in jobs

@@ -61,8 +61,8 @@ class CheckedTable:
       table: Name -> mesh axes, in the form that the library takes.
       names: Name -> (axis, role), or an axis, for all names of the model.
       mesh: Mesh axis -> size.
-      sizes: The names that `sizes=` has, each with its size and with the numbers of shards that its
-        rule may give.
+      sizes: One entry per name in `sizes=`: the name, its size, and the numbers of shards into
+        which its rule may split a dim.
     """
 
     library: Library
@@ -92,7 +92,7 @@ class CheckedTable:
           advice: Further lines of the fix.
 
         Raises:
-          UnknownAxisError: Names are not those of the model; all are reported at once.
+          UnknownAxisError: The array has names that the model lacks; all are reported at once.
           IndivisibleError: A size is not a multiple of the number of shards.
           StrategyError: `sizes=` gave another size for a name than the array has, and the size
             changes its mesh axes.
@@ -135,7 +135,7 @@ class CheckedTable:
             )
         own = [(given, counts) for other, given, counts in self.sizes if other == name]
         for given, counts in own:
-            # Two sizes have the same mesh axes if both or neither are multiples of each count.
+            # Two sizes get the same mesh axes if they are multiples of the same counts.
             if any((size % count == 0) != (given % count == 0) for count in counts):
                 what = f"size {size} of {name!r}: the rules were made for size {given}"
                 what += ", which the strategy shards in another way"

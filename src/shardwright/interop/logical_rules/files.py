@@ -21,8 +21,8 @@ _MOST_VALUES = 1_000_000
 def read_rules(path: Path) -> tuple[list[Any], list[str]]:
     """Read a file of rules, and return them with the place of each.
 
-    A file is a list of pairs, or has one under `logical_axis_rules`. Names that the file lists
-    under `replicated` are appended, as rules without mesh axes.
+    A file is a list of pairs, or has such a list under `logical_axis_rules`. Names that the file
+    lists under `replicated` are appended, as rules without mesh axes.
 
     Raises:
       StrategyError: The file cannot be read, is neither YAML nor JSON, or has no list of rules.
@@ -120,7 +120,7 @@ def read_yaml_tree(path: Path) -> tuple[Any, dict[tuple[str, ...], int]]:
 
 
 def _parsed(path: Path, loader_type: Any) -> tuple[Any, Any]:
-    """Return the root node of a YAML file, None if it is empty, and its value."""
+    """Return the root node of a YAML file (None if the file is empty), and the file's value."""
     yaml = _yaml()
     text = read_text(path, most=LONGEST_FILE)
     loader = None

@@ -90,8 +90,8 @@ def annotate_boxes(
     for path, leaf in leaves:
         text = path_text(path)
         pairs, inner = jax.tree_util.tree_flatten_with_path(value_of(leaf))
-        # Factored moments have the box of a parameter with other dims, so look up their paths
-        # first.
+        # A factored moment has the box of its parameter, but not all dims of the parameter. So
+        # first look up the path of the moment.
         own = [moments.get(path_text((*path, *below))) for below, _ in pairs]
         if None in own:
             of_shape = functools.partial(axes_of, leaf, text, problems)

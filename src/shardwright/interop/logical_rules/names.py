@@ -215,8 +215,8 @@ def names_of_metadata(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
 def _choice(name: str) -> str:
     """Return the end of a fix: an example with the axis that the name resembles, or all axes."""
     axes = {file_name(axis): axis_label(axis) for axis in SEMANTIC_AXES}
-    # A name may be the start of an axis, as `mlp` of `mlp_intermediate`, although spelling alone
-    # would not suggest the axis.
+    # A name may be the start of an axis, as `mlp` is of `mlp_intermediate`. By its spelling alone,
+    # the name is too different from the axis to suggest it.
     begin = [other for other in axes if other.startswith(f"{name.lower()}_")]
     nearest = begin[0] if len(begin) == 1 else ""
     if similar := re.search("'(.+)'", did_you_mean(name, axes)):

@@ -191,8 +191,9 @@ def _chain(
 ) -> tuple[list[MeshAxes], list[Any]]:
     """Return the mesh axes of each rule of one name, and the ranks of the rules.
 
-    Rules have ranks only under `order = "rules"`. A fallback at the end has no rank. A list has no
-    sizes, so a candidate is left out if its shards do not divide the size.
+    Rules have ranks only under `order = "rules"`. A fallback at the end has no rank. A list cannot
+    make a candidate depend on the size. So a candidate is left out if its number of shards does not
+    divide the given size.
     """
     rule, policy = _rule(pm, axis, role), pm.rules.policy
     if rule is None:
@@ -208,7 +209,7 @@ def _chain(
         if candidate.live or candidate.misses_axis
     ]
     if size is None:
-        # How many answers there are for other sizes.
+        # How many different results the rule gives, depending on the size.
         answers = len({candidate.live for candidate, _ in candidates}) + bool(rule.fallback)
         is_lenient = policy.indivisible is not Indivisible.ERROR and bool(candidates)
         if is_lenient or (answers > 1 and policy.conflict is not Conflict.NEXT):
@@ -225,7 +226,8 @@ def _chain(
         # A list has no sizes, so it could use this candidate for a size that does not divide.
         if size is not None and size % _shards(pm, candidate.live):
             failed = failed or candidate.live
-            # Only a conflict leads to the next rule, as in flax. A size does not.
+            # As in flax, only a conflict leads to the next rule; a size that does not divide does
+            # not.
             if policy.conflict is Conflict.NEXT:
                 return [*chain, _by_policy(pm, rule, name, size, candidate.live)], [*ranks, rank]
             continue
@@ -252,7 +254,7 @@ def candidate_shards(pm: PartitionManager, name: str, target: Any) -> tuple[int,
         for written in (() if rule is None else rule.candidates)
     ]
     if policy.indivisible is Indivisible.PREFIX:
-        # A dim may get the first mesh axes of a candidate.
+        # A dim may get only the first mesh axes of a candidate, one or more.
         candidates = [axes[:end] for axes in candidates for end in range(1, len(axes) + 1)]
     return tuple(dict.fromkeys(_shards(pm, axes) for axes in candidates))
 

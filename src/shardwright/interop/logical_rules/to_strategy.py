@@ -42,7 +42,7 @@ from shardwright.vocabulary.modes import mode_name, parse_mode
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """One rule of a list: `axes` is empty if it replicates, or leaves a dim to the compiler."""
+    """One rule of a list; `axes` is empty if it replicates a dim, or if the compiler decides."""
 
     name: str
     axes: tuple[str, ...]
@@ -380,7 +380,7 @@ def _between(
     second: Sequence[_Pair],
     targets: Mapping[str, Any],
 ) -> _Pair | None:
-    """Return a rule of another axis that is between the rules of two names, and uses their axes."""
+    """Return another axis's rule, between the rules of two names, with one of their mesh axes."""
     places = {id(pair): at for at, pair in enumerate(pairs)}
     for one, other in zip(first, second, strict=False):
         # Rules apply in the order of the list. So only rules that stand between these two rules can

@@ -2,8 +2,8 @@
 
 The model's source does not change. `names` maps each logical name of the model to an axis and a
 role, as in `logical_rules`. flax is imported on the first call. `nnx.layers` has the blocks of
-`shardwright.layers` as modules. `nnx.layers` imports flax, so a program must import it by its own
-name.
+`shardwright.layers` as modules. `nnx.layers` imports flax, so it is not imported with this package:
+import it explicitly.
 """
 
 import contextlib

@@ -199,7 +199,7 @@ def _one_per(amax: Any) -> Any:
 
 
 def _scales(use: DenseUse | None, names: tuple[str, ...]) -> tuple[Any, Any]:
-    """Return ((of `x`, of each kernel, of each gradient), channels), in the order of `names`."""
+    """Return (scales of x, kernels and gradients) and the channels, in the order of `names`."""
     none = (None,) * len(names)
     if use is None:
         return (None, none, none), none

@@ -292,7 +292,7 @@ def step(recipe: DelayedScaling, state: TensorScaling, amax: Any, dtype: Any) ->
       recipe: The recipe.
       state: `scale [...]`, `history [..., history]`.
       amax: `[...]`.
-      dtype: The format that is scaled for.
+      dtype: The fp8 format of the tensor, whose largest value the scale depends on.
     """
     history = state.history.at[..., 0].set(amax)
     remembered = history[..., 0] if recipe.algorithm == "most_recent" else jnp.max(history, axis=-1)

@@ -4,7 +4,7 @@
 tokens fill. The devices first exchange the numbers of rows, by an all-gather of one number per
 expert. Then each device sends its rows by one `jax.lax.ragged_all_to_all`. XLA for CPU does not
 have that collective. On CPUs, its *twin* pads the rows for each receiver and sends them by an
-all-to-all. Its results are equal.
+all-to-all. The results of the twin are equal to those of the collective.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ def run_experts(config: MoEConfig, matmul: ExpertMatmul, params: Any, rows: Any)
     Returns:
       `[experts, slots, embed]`.
     """
-    # Let `rows` vary once, before gate and up: the gradients from both are then added on each
-    # device, and one all-reduce sums them over the shards.
+    # Make `rows` vary over the mesh axes of the weights once, before the matmuls of gate and up.
+    # Then each device adds the gradients from both, and one all-reduce sums them over the shards.
     rows, *weights = _jax.vary_together([rows, *_weights(params, rows.dtype)])
     return _MATMULS[matmul.name](config, weights, rows, matmul.rows)
 

@@ -64,7 +64,8 @@ def kind_of(instruction: Instruction) -> Kind | None:
                 )
             return _BETWEEN_SLICES[match[1]]
         return Kind.PERMUTE if SEND_PAIRS.search(instruction.rest) else None
-    # Only `-start` of an async pair counts. `-update` and `-done` are known, so no error.
+    # Of an async collective, only `-start` counts. `-update` and `-done` are known, so they are no
+    # error.
     kind = _OPCODES.get(instruction.opcode.removesuffix("-start"))
     if (
         kind is None
@@ -150,7 +151,7 @@ _RESHAPING = frozenset({"bitcast", "copy", "convert", "reshape", "transpose"})
 
 
 def is_scattered(computation: Computation, instruction: Instruction) -> bool:
-    """Tell whether each device keeps only its slice of a fused all-reduce: then it reduce-scatters.
+    """Tell whether a fused all-reduce is a reduce-scatter: each device keeps only its slice.
 
     A combined all-reduce has a tuple of results. Each of them must be sliced.
     """
@@ -180,5 +181,5 @@ def is_gather(
         # The array of zeros may be made outside of the fusion that fills it.
         base = computation.instructions[operand.operands[int(base.literal)]]
     part = inner.instructions[update.operands[1]].shapes[0]
-    # XLA makes an array of zeros by the broadcast of a scalar. The scalar itself is not read.
+    # XLA makes an array of zeros by the broadcast of a scalar. Here any scalar counts as 0.
     return base.opcode == "broadcast" and part.elements * devices == update.shapes[0].elements

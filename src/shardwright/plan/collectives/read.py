@@ -137,7 +137,7 @@ class _Reader:
         )
 
     def visit(self, frame: Frame, times: int | None, maybe: bool) -> Iterator[Collective]:
-        """Yield the collectives of a computation that runs `times` times, and of those it calls."""
+        """Yield the collectives of a computation that runs `times` times, and of its callees."""
         self.seen.add(frame.computation.name)
         channels: set[str] = set()  # channels of fused collectives; each channel counts once
         for instruction in frame.computation.instructions.values():

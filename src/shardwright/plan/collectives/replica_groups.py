@@ -156,7 +156,7 @@ def _by_axes(match: re.Match[str], text: str) -> Groups:
 
 
 def _cut(parts: list[tuple[int, bool]], major: int, size: int, text: str) -> list[tuple[int, bool]]:
-    """Split an axis before and after a new member. The parts in front have the size `major`."""
+    """Split an axis around a new member. The parts before the member have the size `major`."""
     done = 1
     result: list[tuple[int, bool]] = []
     for length, is_member in parts:

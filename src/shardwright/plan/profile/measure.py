@@ -260,7 +260,8 @@ def _collectives(
             continue
         if len({len(each) for each in took}) == 1:
             # In each run, the device that arrives last waits least, so the minimum over the devices
-            # is without waiting. Another device may be last in the next run.
+            # has no waiting. Take it run by run, because another device may be last in the next
+            # run.
             fastest = sum(map(min, zip(*took, strict=True)))
         else:
             # Some devices lack a part of the first or the last run, so their runs cannot be paired.

@@ -60,7 +60,8 @@ class ProgramDifference:
     Attributes:
       left: The instruction of the left program, or None if all of its instructions are in the
         right one.
-      right: The same of the right program.
+      right: The instruction of the right program, or None if all of its instructions are in the
+        left one.
       what: What differs if not an instruction, such as `the layout of the arguments`, or "".
     """
 

@@ -111,7 +111,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
     parts = _parts(step, values)
     held = _hold_parts(births[0], parts) if parts and births[0] is not None else 0
     if step.name == "dot_general" and step.location.recomputed:
-        # The backward pass may then run in another order, see `_REMAT` of `liveness`.
+        # With remat, the backward pass may run in another order; see `_REMAT` of `liveness`.
         ledger.timeline.recomputes = True
     if step.name == "scan":
         _shard_sums(step, births)
@@ -140,7 +140,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
 
 
 def _hold_parts(total: Buffer, parts: int) -> int:
-    """Give the buffer of a sum the size of its parts, and return the fewest bytes in memory.
+    """Reduce the buffer of a sum to the parts that are in memory; return the fewest bytes of parts.
 
     A collective matmul holds parts in place of the sum: at least four parts on a ring of eight
     devices, and three on a ring of four, as measured.
@@ -201,7 +201,8 @@ def _mark_turned(equation: Any, operands: Iterable[Buffer]) -> None:
         order = equation.params["permutation"]
         if order and order[-1] != len(order) - 1:
             for root in (each for operand in operands for each in roots(operand)):
-                # Only matmuls have a row (`_mark_row`). Arguments among the roots stay as they are.
+                # Roots may also be arguments. Only matmuls have a row (see `_mark_row`), so
+                # arguments are not marked.
                 root.turned = root.row > 0
 
 
@@ -219,7 +220,7 @@ def _is_one_hot(step: PlanStep) -> bool:
 
 
 def _shard_sums(step: PlanStep, births: Sequence[Buffer | None]) -> None:
-    """Note the fewest bytes of the carries of a scan.
+    """Note the fewest bytes that carries of a scan take: those of a shard, if they may be sharded.
 
     If a carry starts as a constant and is sharded after the loop, it may also be sharded in the
     loop. The sum of the gradients of microbatches is an example.
@@ -344,7 +345,7 @@ def _changes_nothing(step: PlanStep, values: Sequence[ShardedValue]) -> bool:
     if on_host(step.avals[0]) != on_host(step.results[0]):
         return False
     before = step.values[0]
-    # Free values have no buffer, so the result cannot overwrite them.
+    # A value that every device can make (`free`) has no buffer that the result could overwrite.
     return before.dims == values[0].dims and not before.free
 
 

@@ -59,9 +59,10 @@ def spread(
 
 
 def fitting(known: Correspondence, order: AxesByFactor, sizes: Mapping[str, int]) -> AxesByFactor:
-    """Return the part of an order that may stay.
+    """Return the mesh axes of those factors that may stay sharded.
 
-    A minor factor of a dim may stay if those before it have a device for each element.
+    A minor factor of a dim may stay sharded if the factors before it have a device for each
+    element. A spec cannot express other shardings of minor factors.
     """
     if order.keys() <= known.shardable:
         return order

@@ -23,9 +23,9 @@ class Fusion(enum.Enum):
 
     Attributes:
       NARROW: Values with one use are fused. Values with several uses are fused if they are cheap to
-        compute again from values in memory. A conversion to a narrower type is held if its operand
-        is fused.
-      WIDE: Conversions are fused into all uses. Values that a reduction reads are held.
+        compute again from values in memory. A conversion to a narrower type is kept in memory if
+        its operand is fused.
+      WIDE: Conversions are fused into all uses. Values that a reduction reads are kept in memory.
       MOST: Values that are expensive to compute again are fused, too, if that saves memory.
       EAGER: Only values whose fusion saves memory are fused.
     """
@@ -209,11 +209,11 @@ def read_instead(
 def inside_kernels(
     entries: Sequence[Entry], fused: Mapping[Buffer, Sequence[Buffer]]
 ) -> set[Buffer]:
-    """Return the matmuls that a compiler at its best never holds.
+    """Return the matmuls whose results a compiler at its best never keeps in memory.
 
     Each has only one reader, which is:
 
-    * An elementwise value that is held: the kernel of the matmul computes it.
+    * An elementwise value that is kept in memory: the kernel of the matmul computes it.
     * Another matmul: its kernel computes the first matmul row by row, if the weight fits into the
       memory of a kernel, as in the forward pass of a small feed-forward layer.
 
@@ -292,7 +292,7 @@ def _is_start(buffer: Buffer) -> bool:
 
 
 def _closest(buffer: Buffer, ends: Callable[[Buffer], bool]) -> list[Buffer]:
-    """Return the first buffers for which `ends` holds, from a buffer back through its operands."""
+    """Return the first buffers for which `ends` is true, back through the operands of a buffer."""
     found: dict[Buffer, None] = {}
     # A GELU and the like reach one operand on several paths. Each operand is followed once.
     seen = {buffer}

@@ -201,8 +201,8 @@ class Ledger:
                 self.doubt(scattered, location, _WHOLE_TILES)
             current = [
                 [axis for axis in goal if axis in dim or axis in scattered]
-                # A dim that also waits for a mesh axis of another dim, or for a new one, gets its
-                # order later.
+                # A dim that also gets a mesh axis of another dim, or a new mesh axis, gets its
+                # order of mesh axes later.
                 if {*dim, *scattered} >= set(goal)
                 else list(dim)
                 for dim, goal in zip(current, dims, strict=True)
@@ -447,7 +447,7 @@ def _distinct(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _is_cut_again(goal: tuple[str, ...], scattered: frozenset[str], new: frozenset[str]) -> bool:
-    """Tell whether a dim is sharded over a new mesh axis within its part of a reduce-scatter.
+    """Tell whether a new mesh axis cuts the part of a dim that a reduce-scatter gives a device.
 
     XLA then sums the whole array, and slices it once.
     """

@@ -294,7 +294,8 @@ def _cost(lookup: Lookup, level: _Level, option: _Option) -> tuple[float, float]
 def _route(name: Name, held: Dims, goal: Dims) -> list[LookupMove]:
     """Return the one or two moves of an array from one sharding to another.
 
-    If one mesh axis of a dim moves to another dim, and one is removed, XLA gathers the dim first.
+    If a dim has a mesh axis that moves to another dim, and one that is removed, XLA first gathers
+    the dim.
     """
     kept = {axis for have, want in zip(held, goal, strict=True) for axis in {*have} & {*want}}
     moved = (axes_of(held) & axes_of(goal)) - kept

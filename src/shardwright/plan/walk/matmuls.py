@@ -160,8 +160,8 @@ def _use(
     """Return a key for the use of a value. XLA merges its moves only if their keys are equal.
 
     Matmuls that need the same dims share a gather if the dims that they keep sharded are of the
-    same kinds. They also share it if the type of the value has its sharding, or if the gather is
-    over fewer devices than the dims that stay sharded.
+    same kinds. They also share it if the sharding of the value is in its type (Explicit mesh axes),
+    or if the gather is over fewer devices than the dims that stay sharded.
     """
     if explicit_axes(step.avals[at]):
         return None

@@ -60,7 +60,8 @@ def padded_copies(
             shape=birth.shape,
             source=birth.source,
         )
-        # `late` only if a slot gets several rows: a decode step writes one row into each slot.
+        # Set `late` only if a slot gets several rows, as in prefill: a decode step writes one row
+        # into each slot.
         timeline.padded[birth] = Padded(buffer=copy, late=written > array.shape[0])
         copies.append(copy)
     return copies

@@ -142,7 +142,7 @@ def constraint(step: PlanStep) -> list[ShardedValue]:
 def device_put(step: PlanStep) -> list[ShardedValue]:
     """Follow moves between the memories of host and device, or to a sharding.
 
-    A move to a memory keeps the sharding, and so does remat, which names no sharding.
+    A move that names only a memory keeps the sharding. The moves that remat makes are of this kind.
     """
     results = []
     for at, (place, before, after) in enumerate(

@@ -30,7 +30,8 @@ class Scope:
     Attributes:
       ledger: Where events are noted.
       asked: Variable -> the mesh axes of each dim that a later constraint requires.
-      suggested: Variable -> those that a constraint after a later matmul suggests.
+      suggested: Variable -> the mesh axes of each dim that a constraint after a later matmul
+        suggests.
       uses: Variable -> number of uses, results of the jaxpr included.
       needed_whole: Variables with several uses where at least one use needs the complete sum.
       target: Returns the sharding and origins that a constraint equation requires.

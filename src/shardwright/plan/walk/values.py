@@ -55,8 +55,8 @@ class ShardedValue:
         converted to a wider type. If the sum is converted back, it is added in this type.
       is_matmul: Whether the value is the result of a matmul, whose layout compilers choose.
       runs: How often the value is computed. XLA moves loop-invariant code out of a loop.
-      free: Whether every device can compute the value by itself, such as a constant or an iota. No
-        sharding of it sends anything.
+      free: Whether every device can compute the value by itself, such as a constant or an iota.
+        Such a value gets any sharding without a collective.
       origins: Mesh axis -> why it is in `dims` or `owed`.
       lookups: The lookups whose gradients the value adds up. Each entry has the place of the
         lookup, and the mesh axes that shard its table, indices or rows.

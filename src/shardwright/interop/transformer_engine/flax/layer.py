@@ -1,4 +1,4 @@
-"""`TransformerLayer`: self-attention, cross-attention if it is a decoder's, and an MLP."""
+"""`TransformerLayer`: self-attention, cross-attention (in a decoder layer only), and an MLP."""
 
 from __future__ import annotations
 
