@@ -266,7 +266,7 @@ def watch_compilations() -> Iterator[Compilations]:
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             message = record.getMessage()
-            # A miss of the persistent compilation cache is another event, and does not count.
+            # Leave out misses of the persistent compilation cache: they do not say why JAX traces.
             if "CACHE MISS" in message and not message.startswith("PERSISTENT"):
                 watched.reasons.append(message)
 
@@ -482,7 +482,7 @@ def scan_parts(parameters: dict[str, Any]) -> tuple[int, int, Any]:
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
     if "num_consts" in parameters:
         return parameters["num_consts"], parameters["num_carry"], body
-    # JAX 0.12 has flat trees instead of these counts
+    # JAX 0.12 has flat trees of the inputs instead of the counts
     constants, carries, _ = parameters["ft_in"].unpack()
     return len(list(constants.vals)), len(list(carries.vals)), body
 

@@ -1,4 +1,4 @@
-"""Attention: one public call, many implementations, each correct under every sharding it accepts.
+"""Attention: one call, many implementations, each correct under every sharding that it accepts.
 
 This package holds the call, the implementations, their masks, and attention to caches. `api` has
 the public call, `inputs` reads its arguments, `choose` picks an implementation, `run` runs it;

@@ -77,7 +77,7 @@ def dot_product_attention(
         full size or 1.
       bias: `[batch, heads, q_length, kv_length]`, where each dim has its full size or 1. It is
         added to the scaled logits. A bias of at most -2e38 hides the pair.
-      sinks: `[heads]`, a logit per head that takes a share of the softmax and adds no value.
+      sinks: `[heads]`, a logit per head that takes part in the softmax but has no value.
       k_scale: `[batch, kv_length, kv_heads]` float32 (in layout "BHTD"
         `[batch, kv_heads, kv_length]`) for int8 or float8 keys. Each key is `k * k_scale`. The
         scale multiplies the logits, so the keys are not copied. A call with scales has no gradient.
@@ -85,8 +85,8 @@ def dot_product_attention(
         multiplies the weights.
       softcap: c in `c * tanh(logits / c)`.
       scale: Factor of the scores, q · k. Defaults to `1 / sqrt(head_dim)`.
-      dropout: Probability of dropping a weight; 0 is none. The same weights are dropped on every
-        mesh. Defaults to the metadata's value in training, else to 0.
+      dropout: Probability of dropping a weight; 0 means no dropout. The same weights are dropped on
+        every mesh. Defaults to the metadata's value in training, else to 0.
       dropout_key: A JAX key, or an integer seed.
       layout: Layout of q, k, v and the output: "BTHD", or "BHTD" for `[batch, heads, length,
         head_dim]`.

@@ -102,8 +102,7 @@ class Operands:
       lengths: `[batch]` int32, or None. Keys at positions from this length on are hidden.
       mask: Bool, True = attend; or None.
       bias: Added to the scaled logits; or None.
-      sinks: `[heads]`, or None. Each is a logit that takes a share of the softmax and adds no
-        value.
+      sinks: `[heads]`, or None. Each is a logit that takes part in the softmax but has no value.
       seed: uint32 scalar for dropout, or None.
       batch_index: `[batch]` int32, global numbers of the batch rows. Present only with dropout.
       head_index: `[heads]` int32, global numbers of the query heads. Present only with dropout.
@@ -162,9 +161,8 @@ def dims_along(length: str) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """The static part of the arithmetic.
-
-    Logits are `softcap(scale * q.k + bias)`. They are masked, then softmax and dropout follow. With
+    """The static settings of the computation. Logits are `softcap(scale * q.k + bias)`. They are
+masked, then softmax and dropout follow. With
     quantized keys and values, k's scale multiplies the scores before the bias is added, and v's
     scale multiplies the weights after dropout.
 

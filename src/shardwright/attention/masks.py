@@ -60,7 +60,7 @@ class MaskRules:
 
     @property
     def positional(self) -> bool:
-        """Whether the position of a query matters."""
+        """Whether the rules depend on the position of a query."""
         return self.causal or self.window is not None or self.chunk is not None
 
     @property

@@ -24,7 +24,7 @@ class RowOrder:
     of any length.
 
     Attributes:
-      block: Positions that stay together. None: contiguous.
+      block: Number of consecutive positions that stay on one shard. None: contiguous.
       shards: Number of shards of the rows (the product of the sizes of KV_LENGTH's mesh axes), or a
         multiple of it.
     """

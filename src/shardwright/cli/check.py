@@ -147,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_settings(
     texts: Sequence[str], arguments: argparse.Namespace
 ) -> tuple[set[str], list[Setting], list[Checked]]:
-    """Return what models on the command line need from the strategies beside them.
+    """Return the axes and settings that strategies on the command line give to its models.
 
     Models need the axes that the strategies declare, and each strategy as a `Setting` on its mesh.
     A strategy whose mesh has an unknown size gets a note in place of a setting.

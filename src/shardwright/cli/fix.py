@@ -103,7 +103,7 @@ class Fixed:
     Attributes:
       path: The file.
       before: Its text.
-      after: Its text with the edits.
+      after: Its text after the edits.
       strategy: The whole strategy after the edits, or None if it still cannot be read.
       tried: Its result.
       refused: Whether edits were left out because they would change a result.

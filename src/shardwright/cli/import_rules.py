@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _next_steps(imported: Imported, arguments: argparse.Namespace) -> list[str]:
-    """Return how a model gets the imported strategy, and how its dims get the imported axes."""
+    """Return lines that show how a model uses the imported strategy and the imported axes."""
     call, annotate = _IN_PYTHON[arguments.format]
     steps = [
         f'next  pm = sw.PartitionManager(sw.Strategy.load("{arguments.out}"))',

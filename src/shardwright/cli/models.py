@@ -219,7 +219,7 @@ def infer_model(
 def infer_on_one_device(
     infer: Callable[[], Inferred], own_axes: Collection[str], mode: str = MODE_TRAIN
 ) -> Inferred:
-    """Infer under a manager on a mesh of one device, for `shard` and `gather` in models.
+    """Infer under a manager on one device, because models may call `shard` and `gather`.
 
     The mesh axes are Auto, or Explicit if JAX refuses the model on Auto axes, as it refuses
     `out_sharding=`.

@@ -46,8 +46,8 @@ def too_large_text(
 
     Args:
       program: A program that does not fit.
-      manager: Its strategy, mesh and mode.
-      report: Its plan on a slice.
+      manager: Strategy, mesh and mode of the program.
+      report: Plan of the program on a slice.
       verification: The plan beside the compiled program, if it was compiled.
       strategy: The strategy of the manager. Without one, no other rules are tried.
     """

@@ -11,7 +11,7 @@ from shardwright import _jax
 
 
 class Runs(enum.Enum):
-    """When a jaxpr runs."""
+    """How often an equation runs a jaxpr."""
 
     ONCE = "once"  # one of several branches
     EACH_ROUND = "each round"

@@ -48,8 +48,9 @@ class Correspondence:
       roles: What the primitive does along each factor.
       operands: Factors of the dims of each operand.
       results: Factors of the dims of each result.
-      shardable: The factors that may stay sharded: not `CHANGED`, and the major one of each dim. A
-        minor factor may stay sharded too, if the factors before it have a device for each element.
+      shardable: The factors that may stay sharded: those that are not `CHANGED` and are the major
+        factor of each of their dims. A minor factor may stay sharded too, if the factors before it
+        have a device for each element.
       adds: Whether the primitive may run on the terms of a sum, before they are added.
     """
 

@@ -14,7 +14,7 @@ class SlidingWindow:
     """The window along one dim.
 
     Attributes:
-      size: Its number of elements.
+      size: Number of elements of the window.
       stride: Distance between the starts of two windows, in elements, zeros of `spread` included.
       before: Padding before the first element; negative if elements are left out.
       after: Padding after the last element.

@@ -46,7 +46,8 @@ class Uses:
       made: Factors of the results of matmuls with weights, and slices of these factors.
       summed: Factors that matmuls with weights sum over.
       stacked: Factors along which weights are stacked: batch dims of matmuls with weights.
-      next: The matmuls of activations that use the result of each matmul, by its origin.
+      next: For each matmul, by the origin of its result: the matmuls of activations that use this
+        result.
     """
 
     made: set[Atom]

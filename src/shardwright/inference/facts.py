@@ -187,8 +187,8 @@ class AtomConflict:
 
     Attributes:
       params: The affected dims of parameters, as (leaf, dim).
-      first: A name, and why.
-      second: Another name, and why.
+      first: One of the names, and the evidence for it.
+      second: The other name, and the evidence for it.
       meeting: The operation that unites two named dims, or None if they already were one dim.
     """
 

@@ -174,7 +174,7 @@ def read_sizes(sizes: Any, paths: Sequence[str], shapes: Sequence[Sequence[int]]
     """Read the argument `sizes=`.
 
     Args:
-      sizes: What the caller gave.
+      sizes: The value of the argument.
       paths: Path of each parameter.
       shapes: Shape of each parameter.
 

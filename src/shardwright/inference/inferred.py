@@ -47,8 +47,8 @@ class NameConflict:
     Attributes:
       path: Path of a parameter that has the dim, or empty.
       dim: Position of the dim there, or None.
-      first: A name, and why.
-      second: Another name, and why.
+      first: One of the names, and the evidence for it.
+      second: The other name, and the evidence for it.
       meeting: The operation that makes one dim of two named dims. None if there was only one dim.
     """
 

@@ -33,7 +33,7 @@ class SplashBlocks:
     """The functions `forward`, `backward`, `finish` and `attend` of `blockwise`. Hashable.
 
     Attributes:
-      interpret: Whether the kernels are interpreted, on a CPU.
+      interpret: Whether the kernels run in the interpreter, as on a CPU.
       first_rows: The position of the first query of each shard; None if positions are arrays.
     """
 

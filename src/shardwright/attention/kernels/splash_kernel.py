@@ -60,7 +60,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """What the mask reads of each token: int32 `[batch or 1, 1, length]`, with equal batch sizes.
+    """The arrays that the mask reads: int32 `[batch or 1, 1, length]`, with equal batch sizes.
 
     Attributes:
       q_positions: Positions of the queries.
@@ -105,8 +105,8 @@ def run_forward(
       table: Blocks of keys to visit, for each block of queries.
       rows: The positions and segment ids that the mask reads.
       qkv: Queries, keys and values, by head.
-      sinks: `[heads]` float32, a logit per head that takes a share of the softmax and adds no
-        value; or None.
+      sinks: `[heads]` float32, a logit per head that takes part in the softmax but has no value; or
+        None.
       state: The running state to continue from, whose memory is reused; or None.
       dtype: Dtype of a normalized output; None for the running state.
     """

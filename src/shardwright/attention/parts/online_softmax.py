@@ -107,7 +107,7 @@ def merge(a: Running, b: Running) -> Running:
 def add_sinks(state: Running, sinks: jax.Array) -> Running:
     """Return the state with the sinks added.
 
-    The sink of a head is a logit that takes a share of the softmax and adds no value. Call this
+    The sink of a head is a logit that takes part in the softmax but has no value. Call this
     function once per row.
     """
     sink = sinks.astype(jnp.float32)[None, :, None]

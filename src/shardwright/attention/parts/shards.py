@@ -387,7 +387,7 @@ def pick_kv_heads(
         elif local % group == 0:  # local query heads form whole groups
             changed[name] = jax.lax.dynamic_slice_in_dim(array, read[0], local // group, 2)
         else:
-            # A group is split between shards, such as groups of 4 over shards of 6: copy a kv head
-            # for each query head.
+            # A group is split between shards, such as groups of 4 query heads over shards of 6:
+            # copy the kv head of each query head.
             changed[name] = jnp.take(array, read, axis=2)
     return shard.replace(**changed)

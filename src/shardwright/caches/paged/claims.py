@@ -63,7 +63,7 @@ def claim_pages(
       lengths: `[batch]` int32, tokens that each slot holds.
       counts: `[batch]` int32, tokens to add to each slot; 0 for a slot that gets none.
       page_size: Rows of a page.
-      most: Pages that one slot may need.
+      most: Largest number of new pages that a slot may need.
     """
     pages, batch = references.shape[0], lengths.shape[0]
     numbers = jnp.arange(batch, dtype=jnp.int32)

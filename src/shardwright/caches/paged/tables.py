@@ -29,7 +29,7 @@ class Ownership:
 
     @property
     def pages(self) -> int:
-        """Pages of the pool."""
+        """Number of pages in the pool."""
         return self.references.shape[0]
 
     def held(self, page_size: int) -> jax.Array:
@@ -156,7 +156,7 @@ def insert(
     Args:
       owned: The ownership before.
       positions: `[n or 1, rows]` int32 of the sequences' rows, -1 for an empty row.
-      lengths: `[n]` int32, tokens of each.
+      lengths: `[n]` int32, number of tokens of each sequence.
       into: `[n]` int32, slots.
       capacity: Tokens that a slot may hold.
       page_size: Rows of a page.

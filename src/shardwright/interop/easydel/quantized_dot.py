@@ -257,7 +257,7 @@ _dot_stored.defvjp(_forward_stored, lambda call, rhs, g: (_gradient(g, rhs, 0, c
 
 
 def _dot_quantized(left: Quantized, right: Quantized, call: _DotCall) -> Any:
-    # The scales of contracted dims have size 1, so both factor out of the sum.
+    # Along contracted dims, the scales of both operands have size 1, so they factor out of the sum.
     total = _integer_dot(left.value, right.value, call.dims, call.out_sharding)
     spec = call.out_sharding
     scales = _placed(_like_result(left.scale, 0, call.dims), spec) * _placed(

@@ -60,7 +60,7 @@ class Checkpoint:
     Attributes:
       config: The content of `config.json`.
       specs: Shape, dtype and axes of each tensor, by its name.
-      sources: Where each tensor is.
+      sources: For each tensor, by its name: what reads it from the files.
       notes: How the arrays differ from the files, one line each.
       unpadded: The stored shape of each tensor that is padded, by its name. Pass it as `shapes` to
         `checkpoint.export_safetensors`.
@@ -413,7 +413,7 @@ def _stack_layers(
 def _groups(
     names: Iterable[str], pattern: re.Pattern[str], problems: list[Problem]
 ) -> dict[str, dict[int, str]]:
-    """Return number -> name for each stack. A name without a number is a group of its own."""
+    """Return the names of each stack by number. A name without a number is a group of its own."""
     groups: dict[str, dict[int, str]] = {}
     for name in names:
         match = pattern.fullmatch(name)

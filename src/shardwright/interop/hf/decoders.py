@@ -49,7 +49,7 @@ class LoadedDecoder:
     Attributes:
       config: Sizes and options: the configs of its blocks.
       specs: Its parameters as `ArraySpec`s.
-      sources: Where each parameter is, by its path in `specs`.
+      sources: For each parameter, by its path in `specs`: what reads it from the files.
       notes: What differs from the files, one line each.
     """
 
