@@ -161,8 +161,9 @@ def dims_along(length: str) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """The static settings of the computation. Logits are `softcap(scale * q.k + bias)`. They are
-masked, then softmax and dropout follow. With
+    """The static settings of the computation.
+
+    Logits are `softcap(scale * q.k + bias)`. They are masked, then softmax and dropout follow. With
     quantized keys and values, k's scale multiplies the scores before the bias is added, and v's
     scale multiplies the weights after dropout.
 
