@@ -31,7 +31,7 @@ class NewValue:
     Attributes:
       table: Key path of the table, such as `("modes", "decode")`.
       key: The key, which the table may not have yet.
-      value: Its value.
+      value: The new value of the key.
       source: File and line of the value that the edit replaces, or empty.
     """
 
@@ -95,8 +95,9 @@ class Problem:
         dim = "" if self.dim is None else f"dim {self.dim}"
         place = " ".join(visible(part) for part in (self.path, dim, self.axis) if part)
         what = _visible_lines(self.what)
-        # A message such as `heads must be a positive integer` already begins with its place. A leaf
-        # with the name `a` could also match the first word of a sentence.
+        # A message such as `heads must be a positive integer` already begins with its place, so do
+        # not repeat the place. Always write the place `a`, because "a" may also be the first word
+        # of a sentence.
         is_said = what.startswith((f"{place} ", f"{place}=")) and place != "a"
         lines = [what if is_said or not place else f"{place}: {what}"]
         lines += [f"  {line}" for line in snippet_lines(self.snippet)]
@@ -165,7 +166,7 @@ class ShardingError(ValueError):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By default, an exception is rebuilt from its message alone.
+        # By default, an exception is rebuilt from its message alone, which would lose its problems.
         rebuild = functools.partial(type(self), problems=self.problems, resolution=self.resolution)
         return rebuild, ()
 
@@ -386,7 +387,7 @@ def same_spelling(name: str, known: Iterable[str]) -> str:
 def _closest(name: str, names: Sequence[str]) -> str:
     # The matcher caches its analysis of `b`, so pass the fixed name as `b`.
     matcher = difflib.SequenceMatcher(b=name)
-    # The cutoff of `difflib.get_close_matches` by default.
+    # 0.6 is the default cutoff of `difflib.get_close_matches`.
     best = (0.6, 0, "")
     for other in names:
         matcher.set_seq1(other)

@@ -25,7 +25,8 @@ def of_tokens(length: jax.Array, is_token: jax.Array, *, every: bool) -> jax.Arr
       every: Whether the caller knows that all rows are tokens.
     """
     if every:
-        # Do not sum a constant: XLA would sum it at compile time, 3 to 10 s for 16 x 32,640 rows.
+        # Do not sum a constant: XLA would sum it at compile time, which takes 3 to 10 s for 16 x
+        # 32,640 rows.
         return length[:, None] + jax.lax.broadcasted_iota(jnp.int32, (1, is_token.shape[1]), 1)
     return length[:, None] + jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - 1
 

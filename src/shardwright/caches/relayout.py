@@ -256,8 +256,8 @@ def _move(
     if not donate:
         return moved
     for name, array in arrays.items():
-        # XLA keeps a donated array that it cannot write into, such as one with shards of another
-        # size.
+        # XLA keeps a donated array that it cannot write into, such as an array with shards of
+        # another size. Delete such an array here.
         if array is not moved[name] and not array.is_deleted():
             array.delete()
     return moved
@@ -277,8 +277,8 @@ def _run(
                 out_specs=array.target,
                 mesh=mesh,
             )
-        # Even if no step moves an array, its target may differ from its source by mesh axes of size
-        # 1.
+        # Place every array: even if no step moves it, its target may differ from its source by mesh
+        # axes of size 1.
         placement = constraint.make_placement(array.target, mesh, _jax.ambient_mesh())
         moved[array.name] = constraint.place(x, placement)
     return moved

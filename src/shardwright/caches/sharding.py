@@ -53,8 +53,8 @@ class CacheSharding:
         spec: PartitionSpec = self.manager.sharding(
             axes, mode=self.mode, role=Role.ACTIVATION, shape=tuple(shape), path=name
         ).spec
-        # Inside a shard_map, an array has the size of a shard along its manual axes, and the
-        # numbers of slots and rows would need an offset.
+        # Refuse an array that a shard_map has split: it has the size of a shard, so the numbers of
+        # its slots and rows would need an offset.
         manual = self.manager.manual_axes(_jax.ambient_mesh())
         split = [name for entry in spec.partitions for name in entry_names(entry) if name in manual]
         if split:
@@ -158,7 +158,7 @@ class PlacedArrays:
     Attributes:
       arrays: Arrays by name.
       specs: The spec of each array, by the same names.
-      sharding: The sharding that runs functions on the shards.
+      sharding: The sharding of the cache, whose `run` runs functions on the shards.
     """
 
     arrays: dict[str, jax.Array]

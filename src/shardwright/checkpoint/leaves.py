@@ -38,7 +38,7 @@ class SavedLeaf:
 
     Attributes:
       path: Names from the root of the state to the leaf.
-      kind: How it is written.
+      kind: How the leaf is written.
       shape: Global shape. For an array of keys, without the dim of the bits.
       dtype: Name of the dtype, of the implementation of a key, or of the type of a number.
       value: The text of a number, or "" for other kinds.
@@ -248,7 +248,7 @@ class TargetLeaf:
             return None
         shape, dtype = self._stored()
         if self.sharding is None:
-            # A description of a NumPy array that takes no memory.
+            # Describe the NumPy array to orbax by an array that takes no memory.
             return np.broadcast_to(np.zeros((), _dtype(dtype)), shape)
         return jax.ShapeDtypeStruct(shape, _dtype(dtype), sharding=self.sharding)
 

@@ -157,7 +157,8 @@ class ExplainedTensor:
     @property
     def role(self) -> Role:
         """Role under which the tensor was resolved."""
-        # The default role depends on the annotation and not on the mode, so any mode will do.
+        # The default role depends on the annotation and not on the mode, so read the role of any
+        # mode.
         resolved = next(
             (resolution.role for resolution in self.modes.values() if resolution.decisions), None
         )
@@ -336,7 +337,7 @@ def _totals(answers: Sequence[ExplainedTensor], columns: Sequence[Sequence[str]]
         for answer in answers
         if any(count is not None for count in answer.bytes_per_device.values())
     ]
-    # over one device, the bytes are those of the whole array
+    # `bytes_over(1)` returns the bytes of the whole array
     total = sum(answer.tensor.bytes_over(1) or 0 for answer in counted)
     parts = []
     for names in columns:

@@ -46,7 +46,8 @@ def rename(text: str, line: int, old: str, new: str) -> str:
 def set_value(text: str, table: KeyPath, key: str, value: str | int) -> str:
     """Return TOML text with another value of a key. A missing table or key is added.
 
-    If `table` names a whole array of tables, and no entry of it, the text is returned unchanged.
+    If `table` names a whole array of tables, and not one of its entries, the text is returned
+    unchanged.
 
     Raises:
       StrategyError: tomlkit is not installed.
@@ -102,10 +103,10 @@ class Fixed:
 
     Attributes:
       path: The file.
-      before: Its text.
-      after: Its text after the edits.
+      before: Text of the file before the edits.
+      after: Text of the file after the edits.
       strategy: The whole strategy after the edits, or None if it still cannot be read.
-      tried: Its result.
+      tried: Result of checking or planning with this strategy.
       refused: Whether edits were left out because they would change a result.
     """
 
@@ -148,7 +149,7 @@ def check_fix_options(arguments: argparse.Namespace) -> None:
     """Refuse options that do not fit `--fix`.
 
     Raises:
-      StrategyError: They do not.
+      StrategyError: Options do not fit.
     """
     if arguments.dry_run and not arguments.fix:
         raise StrategyError("--dry-run is used with --fix, which is not given", fix="add --fix")

@@ -291,6 +291,6 @@ def _with_places(imported: Imported) -> Iterator[str]:
 
 
 def _filled(text: str, width: int) -> list[str]:
-    # A wrapped line is indented two columns more than its first one.
+    # The rest of a wrapped text is indented two columns more than its first line.
     indent = " " * (len(text) - len(text.lstrip()) + 2)
     return wrap(text, width, rest=indent)

@@ -157,7 +157,7 @@ class Setting:
     dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def on(self, topology: Topology) -> Topology:
-        """Return a topology with the parts of the mesh axes that cross its slices."""
+        """Return a topology with the sizes of the mesh axes across its slices."""
         # A mesh axis whose size in `dcn` is 1 does not cross slices.
         crossing = {axis: part for axis, part in self.dcn.items() if part > 1}
         return dataclasses.replace(topology, crossing=crossing)

@@ -106,7 +106,7 @@ def read_limit(text: str) -> Limit:
 def copies_breach(limit: Limit, state: StateBytes) -> str:
     """Return how the copies in a state exceed a limit, or "" if they do not.
 
-    A share is a share of the bytes on all devices.
+    If the limit is a share, it refers to the bytes on all devices.
     """
     held = state.stored
     if limit.share is not None and held.replicated_share > limit.share:
@@ -119,7 +119,7 @@ def copies_breach(limit: Limit, state: StateBytes) -> str:
 def memory_breach(limit: Limit, most: int, usable: int | None) -> str:
     """Return how a peak exceeds a limit, or "" if it does not.
 
-    A share is a share of the usable bytes of the chip.
+    If the limit is a share, it refers to the usable bytes of the chip.
 
     Args:
       limit: The limit.

@@ -28,8 +28,8 @@ class Body:
 
     Attributes:
       jaxpr: The open jaxpr.
-      operands: The operand of the equation that each input takes.
-      runs: When it runs.
+      operands: For each input, the number of its operand in the equation.
+      runs: How often the equation runs it.
       fixed: Number of inputs of a loop that stay the same.
       carried: Number of carries of a loop.
       rounds: Number of rounds of a loop, or None if it is not known.

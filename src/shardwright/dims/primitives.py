@@ -131,8 +131,8 @@ WINDOWS: Final = frozenset(
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard", "annotate_axes"})
 # Primitives that move, split, join or add dims.
 VIEWS: Final = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
-# Primitives that cut, join, repeat or order elements. Except for a stack, each needs some dims
-# whole.
+# Primitives that cut, join, repeat or order elements. All except a stack need the whole of some
+# dims.
 CUTS: Final = frozenset(
     [
         *("concatenate", "dynamic_slice", "pad", "rev", "slice", "sort", "split", "stack", "tile"),

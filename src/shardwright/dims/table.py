@@ -99,7 +99,7 @@ def elementwise(
 
 
 def broadcasts(own: DimSizes, shape: DimSizes) -> bool:
-    """Return whether an array has the rank of a result, and each dim its size or size 1."""
+    """Return whether an array has the rank of a result, and in each dim the result's size or 1."""
     return len(own) == len(shape) and all(
         size in (1, whole) for size, whole in zip(own, shape, strict=True)
     )

@@ -18,7 +18,7 @@ class SlidingWindow:
       stride: Distance between the starts of two windows, in elements, zeros of `spread` included.
       before: Padding before the first element; negative if elements are left out.
       after: Padding after the last element.
-      dilation: Distance between two elements of a window, counted in the same way.
+      dilation: Distance between two elements of a window, in elements, zeros of `spread` included.
       spread: Distance between two elements of the operand: 1, or more if zeros are put between
         them.
     """

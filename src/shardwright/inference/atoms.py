@@ -14,7 +14,7 @@ from shardwright.dims.table import equal_products
 from shardwright.inference.evidence import Evidence
 
 
-# Compared and hashed by identity: two dims of one size are not the same dim.
+# Compared and hashed by identity: two dims of equal size may be different dims.
 @dataclasses.dataclass(slots=True, eq=False)
 class Atom:
     """One factor of a dim.
@@ -166,7 +166,8 @@ def unify(left: AtomDim, right: AtomDim, on_conflict: Callable[[Atom, Atom], Non
                 return
             # Factors are major first, so the larger atom begins with the smaller one.
             larger.split(smaller.size, keep_name=smaller.is_shards)
-            # The split atom may occur again, on either side, also further to the right.
+            # The split atom may occur again further to the right, on either side, so compute both
+            # lists again.
             lefts, rights = finest(lefts), finest(rights)
             continue
         if first is not second:

@@ -139,13 +139,15 @@ def _name_scores(names: Names, scores: Scores, uses: Uses) -> None:
     location = scores.location
     heads, guess = _heads(scores.batch, uses)
     heads = _with_shards(heads, names.facts.shards)
-    # Without heads or values, this may be a matmul of two other activations.
+    # Without heads, or without a matmul with values, this may be a matmul of two other activations.
+    # Then the names are guesses.
     guess |= (not heads and not scores.groups) or (bool(scores.groups) and not scores.is_confirmed)
     why = Evidence("queries times keys: summed over", location)
     names.give(scores.contracted, HEAD_DIM, why, guess=guess)
     for atom in scores.sequence:
         if atom.learned:
-            # A dim that comes only from a parameter may be a number of learned latents.
+            # A dim that comes only from a parameter may count learned latents, so the name is a
+            # guess.
             why = Evidence("queries times keys: a position", location)
             names.give((atom,), LENGTH, why, guess=not (atom.resized or atom.given))
     shared = Evidence("queries times keys: heads that share keys", location)

@@ -44,7 +44,7 @@ _JAXPRS: Final = (core.ClosedJaxpr, core.Jaxpr)
 _MATMULS: Final = frozenset({"dot_general", "conv_general_dilated"})
 _ADDITIONS: Final = frozenset({"add", "add_any"})
 _SHARDED: Final = frozenset({HEAD, KV_HEAD, MLP_INTERMEDIATE})
-# Axes of matmuls: heads, hidden dims and logits.
+# Axes that only results of matmuls have: heads, hidden dims and logits.
 _ENTERED: Final = frozenset({HEAD, GROUP, MLP_INTERMEDIATE, VOCAB})
 
 

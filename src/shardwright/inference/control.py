@@ -64,7 +64,7 @@ def scan(step: InferenceStep) -> list[ArrayFacts]:
             location=step.location,
         )
         step.facts.scans.append(recorded)
-    # Outside of the loop, no value is a carry of this loop or a row of its weights.
+    # Drop the marks of this loop: outside of it, no value is its carry or a row of its weights.
     ends = [
         dataclasses.replace(end, loops=frozenset(pair for pair in end.loops if pair[0] != loop))
         for end in ends

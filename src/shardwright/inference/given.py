@@ -152,8 +152,8 @@ class GivenSizes:
             axis, reason = self._given(place, size)
             if axis is not None and (entry.guess or entry.is_open):
                 entries[at] = Spelled(axis, Evidence(reason))
-            # `spell` may rename the EMBED of a vector to NORM. In this case, the place and the axis
-            # differ, but do not contradict each other.
+            # `spell` may rename the EMBED of a vector to NORM. Then the axis that the caller gives
+            # by place differs from the axis of the entry, but does not contradict it.
             elif place not in (None, entry.axis) and entry.evidence.reason != _BY_PLACE:
                 raise StrategyError(
                     f"sizes names dim {at} {axis_text(place)}, and the program uses it as "
@@ -164,7 +164,7 @@ class GivenSizes:
         return entries
 
     def _given(self, place: str | None, size: int) -> tuple[str | None, str]:
-        """Return the axis that the caller gives a dim, by its place first, and why."""
+        """Return the axis that the caller gives a dim, by place or else by size, and why."""
         if place is not None:
             return place, _BY_PLACE
         return self.by_size.get(size), f"size {size} is in sizes"

@@ -25,7 +25,8 @@ def gather(step: InferenceStep) -> list[ArrayFacts]:
         if at not in gone and sizes[at] == step.operand_shapes[0][at]
     ]
     _record_lookup(step, tuple(row))
-    # Rows that the inputs select are not an elementwise function of the table.
+    # Rows that the inputs select are not an elementwise function of the table, so they get a new
+    # origin.
     origin = step.new_origin() if index.data else None
     return [step.result(dims, origin=origin)]
 

@@ -66,7 +66,7 @@ def cut(step: InferenceStep) -> list[ArrayFacts]:
 def _every(step: InferenceStep, whole: AtomDim, size: int, stride: int) -> AtomDim:
     """Return the dim of a strided slice.
 
-    If the stride divides the dim, it is the dim's major factor.
+    If the stride divides the dim, the result is the major factor of the dim.
     """
     if size * stride != size_of(finest(whole)):
         return dim_slice(step, whole, size)

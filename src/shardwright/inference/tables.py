@@ -112,7 +112,10 @@ def _tables(facts: Facts, results: Sequence[ArrayFacts]) -> list[Tables]:
 
 
 def _grouped(lookups: Iterable[TableLookup]) -> list[list[TableLookup]]:
-    """Group lookups of one table, and lookups by the same inputs of tables with as many rows."""
+    """Group lookups of one table.
+
+    Lookups by the same inputs in tables with equal numbers of rows are one group too.
+    """
     groups: list[list[TableLookup]] = []
     for lookup in lookups:
         key, kind = finest(lookup.key), (lookup.inputs, _rows(lookup))

@@ -22,10 +22,10 @@ from shardwright.attention.parts.derivatives import differentiable
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Gathering:
-    """The static part.
+    """The static part of the kernel.
 
     Attributes:
-      recipe: The arithmetic.
+      recipe: Static settings of the computation.
       axes: The mesh axes over which keys are gathered.
       ranks: Number of shards over these mesh axes.
       kernel: `blockwise`, or a value with the same functions.

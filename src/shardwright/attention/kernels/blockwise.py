@@ -55,7 +55,7 @@ class Gradients:
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: a length is sharded, or it asks for weights."""
+    """Return why a call cannot be served: a length is sharded, or the call asks for weights."""
     return (*lengths_are_whole(call), *no_weights(call))
 
 
@@ -81,7 +81,7 @@ def attend(
 
     Args:
       operands: Local arrays.
-      recipe: The static part.
+      recipe: Static settings of the computation.
       dtype: Dtype of the output. Defaults to that of q.
 
     Returns:
@@ -135,7 +135,7 @@ def forward(operands: Operands, recipe: Arithmetic, *, state: Running | None = N
 
     Args:
       operands: Local arrays.
-      recipe: The static part.
+      recipe: Static settings of the computation.
       state: The state of the same queries before. Defaults to the state before any key.
     """
     operands, state = _jax.vary_together((operands, state))
@@ -255,7 +255,7 @@ def backward(
 
     Args:
       operands: Local arrays, as in the forward pass.
-      recipe: The static part.
+      recipe: Static settings of the computation.
       lse: `[batch, heads, q_length]`, the logsumexp of all keys and the sinks.
       do: `[batch, q_length, heads, v_dim]`, the cotangent of the output.
       delta: `[batch, heads, q_length]`; see `delta`.

@@ -33,7 +33,7 @@ class _Ring:
     """The static part of a ring.
 
     Attributes:
-      recipe: The arithmetic.
+      recipe: Static settings of the computation.
       axes: The mesh axes of the ring, major first.
       size: Number of ranks.
       steps: The shards that a rank reads, each as its distance back in ranks. The rank's own shard,

@@ -77,7 +77,7 @@ class SplashBlocks:
 
         Args:
           operands: Local arrays.
-          recipe: The static part.
+          recipe: Static settings of the computation.
           lse: As in `blockwise.backward`.
           do: As in `blockwise.backward`.
           delta: As in `blockwise.backward`.
@@ -233,7 +233,7 @@ class _Local:
         return table[:, :, : self._most_visits(keys_outside=keys_outside)]
 
     def _most_visits(self, *, keys_outside: bool) -> int:
-        """Return an upper bound of the number of blocks that a block visits."""
+        """Return an upper bound of the number of inner blocks that an outer block visits."""
         q_blocks, kv_blocks = (
             self.qkv[0].shape[2] // self.plan.q_block,
             self.qkv[1].shape[2] // self.plan.kv_block,

@@ -101,7 +101,7 @@ def run_forward(
     lse, m and l are `[batch, heads, 1, length]`.
 
     Args:
-      plan: The static part.
+      plan: The static part of the kernel.
       table: Blocks of keys to visit, for each block of queries.
       rows: The positions and segment ids that the mask reads.
       qkv: Queries, keys and values, by head.
@@ -165,7 +165,7 @@ def run_queries(
     """Return the gradient of the queries.
 
     Args:
-      plan: The static part.
+      plan: The static part of the kernel.
       table: Blocks of keys to visit, for each block of queries.
       rows: The positions and segment ids that the mask reads.
       qkv: Queries, keys and values, by head.

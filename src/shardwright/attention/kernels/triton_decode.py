@@ -30,11 +30,11 @@ from shardwright.attention.parts.shards import (
 from shardwright.manager import context
 from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
-# Queries of one kv head that a program holds, and rows of keys that it reads at a time. A matrix
-# unit multiplies at least 16 rows.
+# The largest number of queries of one kv head in a program, the smallest number of rows that a
+# matrix unit multiplies, and the rows of keys that a program reads at a time.
 _MOST_QUERIES, _LEAST_ROWS, _BLOCK = 64, 16, 128
-# Programs in all: two for each of the more than 100 multiprocessors of a GPU. On an H200, 512 took
-# 1.02 to 1.15 times as long, for 1 to 64 sequences of 2,048 to 32,768 rows.
+# Number of programs: two for each of the more than 100 multiprocessors of a GPU. On an H200, 512
+# programs took 1.02 to 1.15 times as long, for 1 to 64 sequences of 2,048 to 32,768 rows.
 _PROGRAMS = 256
 
 
@@ -116,7 +116,7 @@ def forward(
         `lengths` hide keys as in `masks.allowed`.
       kv_positions: `[batch, columns * page_size]` int32, negative for rows without a key.
       pages: `[batch, columns]` int32.
-      recipe: The static part.
+      recipe: Static settings of the computation.
       interpret: Whether to run without a GPU, slowly.
     """
     from jax.experimental import pallas as pl

@@ -24,7 +24,7 @@ from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: it has Explicit axes, which XLA's partitioner ignores."""
+    """Return why a call cannot be served: XLA's partitioner ignores Explicit axes of its mesh."""
     if call.mesh is None:
         return ()
     types = dict(zip(call.mesh.axis_names, call.mesh.axis_types, strict=True))

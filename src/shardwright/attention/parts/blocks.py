@@ -64,8 +64,8 @@ def may_be_empty(operands: Operands, recipe: Arithmetic) -> bool:
 def is_empty(block: Operands, recipe: Arithmetic) -> jax.Array:
     """Return whether a mask hides a whole block. False may be wrong; see `masks.block_is_empty`."""
     q, kv = block.q_positions, block.kv_positions
-    # A row without a key has the position -1. That position must not lower the minimum, or no block
-    # of a partly filled ring would be skipped.
+    # A row without a key has the position -1. Leave it out of the minimum: otherwise no block of a
+    # partly filled ring would be skipped.
     kv_low, kv_high = jnp.min(jnp.where(kv < 0, jnp.iinfo(jnp.int32).max, kv)), jnp.max(kv)
     empty: jax.Array = block_is_empty(recipe.mask, (jnp.min(q), jnp.max(q)), (kv_low, kv_high))
     if block.lengths is not None:

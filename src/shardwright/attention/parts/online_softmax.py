@@ -302,7 +302,7 @@ def _by_kv_head(p: jax.Array, k: jax.Array) -> jax.Array:
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """Return float32 numbers rounded to a dtype.
 
-    A cast to the dtype and back would not do, because XLA may drop it.
+    A cast to the dtype and back is not enough, because XLA may drop both casts.
     """
     kind = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)

@@ -42,7 +42,7 @@ _OPAQUE = "a kernel that JAX cannot look into, such as splash, cudnn or triton_d
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ShardedKernel:
-    """The static part.
+    """The static part of a run on shards.
 
     Attributes:
       kernel: Function of local operands.
@@ -61,7 +61,7 @@ class _ShardedKernel:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that split the work."""
+        """The mesh axes that shard any array of the call."""
         return self.call.specs.mesh_axes
 
     @property
@@ -115,7 +115,7 @@ class _ShardedKernel:
         return arrays if self.runs_again else _jax.vary_together(arrays, over=self.axes)
 
     def read(self, floats: dict[str, Any], others: Any) -> Operands:
-        """Join the local arrays to the operands that the kernel reads."""
+        """Return the operands that the kernel reads, made of the local arrays."""
         rest, *heads = others
         return pick_kv_heads(rest.replace(**floats), self.call, *heads)
 
@@ -139,7 +139,7 @@ def run_on_shards(
       kernel: Function of local operands. It returns an output, and a logsumexp if the call asks for
         it. If the kernel always returns a logsumexp, its backward pass reads this result.
       operands: Global arrays.
-      call: Their description and sharding.
+      call: Description and sharding of the operands.
       opaque: Whether JAX cannot look into the kernel; see `run_opaque`.
     """
     floats, rest = split_floats(operands)
@@ -169,7 +169,7 @@ def run_opaque(kernel: Kernel, operands: Operands, call: AttentionCall) -> Resul
     Args:
       kernel: Function of local operands, differentiable in reverse mode.
       operands: Global arrays.
-      call: Their description and sharding.
+      call: Description and sharding of the operands.
     """
     return run_on_shards(kernel, operands, call, opaque=True)
 

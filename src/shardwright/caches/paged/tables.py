@@ -103,9 +103,9 @@ def append(
     """Decide on the next tokens of every slot.
 
     Args:
-      owned: The ownership before.
+      owned: The ownership before the operation.
       is_token: `[batch, q_length]` bool.
-      capacity: Tokens that a slot may hold.
+      capacity: Largest number of tokens of a slot.
       page_size: Rows of a page.
       every: Whether all rows are tokens.
     """
@@ -154,11 +154,11 @@ def insert(
     """Decide on sequences that are copied into free slots.
 
     Args:
-      owned: The ownership before.
+      owned: The ownership before the operation.
       positions: `[n or 1, rows]` int32 of the sequences' rows, -1 for an empty row.
       lengths: `[n]` int32, number of tokens of each sequence.
       into: `[n]` int32, slots.
-      capacity: Tokens that a slot may hold.
+      capacity: Largest number of tokens of a slot.
       page_size: Rows of a page.
     """
     row_positions = jnp.where(positions < lengths[:, None], positions, -1)
@@ -204,7 +204,7 @@ def share(
     """Decide on free slots that start with the tokens of other slots.
 
     Args:
-      owned: The ownership before.
+      owned: The ownership before the operation.
       sources: `[n]` int32, the slots whose tokens are shared.
       into: `[n]` int32, the free slots.
       lengths: `[n]` int32, tokens to share. None for all.
