@@ -149,9 +149,9 @@ def rules(
 def annotate(tree: Any, names: Names = NAMES) -> Any:
     """Return a tree of `ArraySpec`s: shape, dtype, axes and initializer of each `ArrayInfo`.
 
-    `pm.shardings`, `pm.abstract` and `pm.init` take the result as it is. As in JAX, the last dims
-    are replicated if an array has too few names. If an array has one name twice, these dims are
-    replicated, because JAX would refuse any other rule for that name.
+    `pm.shardings`, `pm.abstract` and `pm.init` accept the result unchanged. As in JAX, the last
+    dims are replicated if an array has too few names. If an array has one name twice, these dims
+    are replicated, because JAX would refuse any other rule for that name.
 
     Args:
       tree: What `abstract(cfg)` returns in a model.

@@ -90,10 +90,10 @@ def accumulate(
     last microbatch. If FSDP stores a weight of W bytes over F devices, the weight is gathered and
     its gradient is scattered. Each device
 
-    - with `gather="each"` sends about 3 n W bytes, and holds W / F of weights and as many elements
-      of sums. The loss gathers each weight where it uses it.
-    - with `gather="once"` sends about 2 W bytes, and holds W of weights and as many elements of
-      sums. All weights are gathered before the first microbatch.
+    - with `gather="each"` sends about 3 n W bytes. It keeps W / F bytes of weights in memory, and a
+      sum for each of their elements. The loss gathers each weight where it uses it.
+    - with `gather="once"` sends about 2 W bytes. It keeps W bytes of weights in memory, and a sum
+      for each of their elements. All weights are gathered before the first microbatch.
 
     Mesh axes that BATCH is not sharded over, such as tp and sp, work as without accumulation: over
     sp, the gradients of each microbatch are summed over the devices. If all mesh axes are Explicit,
@@ -235,7 +235,7 @@ class _AccumulationStep:
         else:
             sums, (sent, seen) = self._scan(params, batch, channel, key)
         loss, grads = sums
-        # If no token counts, the total and its gradients are 0. Divide these by 1.
+        # If all weights are 0, the total and its gradients are 0 too. Divide them by 1, not by 0.
         divisor = jnp.where(loss.weight == 0, 1, loss.weight)
         leaves, structure = jax.tree.flatten(params)
         given = iter(grads)
@@ -451,7 +451,8 @@ class _AccumulationStep:
         # last microbatch. So the gradients and the fp8 scales do not depend on the mesh or on n.
         differentiated = jax.value_and_grad(self._total, (0, 3), has_aux=True)
         if not self.once and not self.deferred:
-            # Without this barrier, XLA gathers all weights before the loop, and holds all of them.
+            # Without this barrier, XLA gathers all weights before the loop, and keeps all of them
+            # in memory.
             part, *rest = microbatch
             weights, part = jax.lax.optimization_barrier((weights, part))
             microbatch = part, *rest

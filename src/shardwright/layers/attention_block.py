@@ -85,8 +85,8 @@ class AttentionConfig:
       kv_heads: Heads of keys and values; they divide `heads`. Defaults to `heads`.
       head_dim: Size of a head. Defaults to `embed / heads`.
       causal: Whether a query attends only to keys up to its own position.
-      window: (left, right), the number of positions before and after the query that it attends to.
-        Defaults to all, or to the window that a cache keeps.
+      window: (left, right), how many positions before and after its own position a query attends
+        to. Defaults to all, or to the window that a cache keeps.
       softcap: c in `c * tanh(logits / c)`. Defaults to none.
       scale: Factor of the logits. Defaults to `1 / sqrt(head_dim)`.
       rope_theta: Base of the rotary frequencies, or the frequencies of `layers.rope_frequencies`.

@@ -144,7 +144,7 @@ def cross_entropy(
         larger label is not refused: its token counts as one whose logit is 0.
       tied: Whether `head` is the embedding table.
       chunks: Number of parts. It must divide the length. If the length is sharded, it must divide
-        the length of a shard. If devices hold different sequences, each part sums the gradient of
+        the length of a shard. If devices have different sequences, each part sums the gradient of
         `head` over the devices, so n parts send n times the bytes.
       z_loss: Factor of the mean squared logsumexp (PaLM, arXiv:2204.02311, section 5).
       softcap: As in `logits`.

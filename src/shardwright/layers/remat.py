@@ -27,7 +27,7 @@ REMAT: Final[Mapping[str, Callable[..., Any] | None]] = MappingProxyType(
     }
 )
 
-# What offloading may move of each layer, besides matmuls.
+# Names of values of each layer that may be offloaded to the host, besides the results of matmuls.
 _NAMES: Final = {
     "full": ("residual",),
     "dots": ("residual",),

@@ -284,7 +284,8 @@ class Stages:
         self, stack: Any, rows: Any, keys: Any, chunk: Any, microbatch: Any, x: Any, streamed: Any
     ) -> tuple[Any, Any]:
         """Run a chunk of the layers of a stage on one microbatch."""
-        # Without this barrier, XLA gathers all weights before the first tick, and holds them.
+        # Without this barrier, XLA gathers all weights before the first tick, and keeps all of them
+        # in memory.
         stack, x = jax.lax.optimization_barrier((stack, x))
         manager = inside_stage(self.cut.manager, self.apart)
 

@@ -658,7 +658,7 @@ def _check_state(config: TransformerConfig, state: Any) -> None:
 
 
 def _check_pipeline(config: TransformerConfig, state: StackState) -> None:
-    """Refuse options that the stages of a pipeline cannot run, if the strategy has one."""
+    """Refuse options that the stages of a pipeline cannot run, if the strategy has a pipeline."""
     if (pipelined := ambient_pipeline()) is None:
         return
     off = 'write schedule = "none" under [pipeline]'

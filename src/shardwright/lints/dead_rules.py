@@ -17,7 +17,7 @@ _EVERYTHING = ("", ".", ".*", ".+", "^", "^.*", "^.*$")
 
 
 def unreachable_candidates(subject: Subject) -> Iterator[Finding]:
-    """Yield candidates that are never used, because an earlier one fits whenever they fit."""
+    """Yield candidates that are never used, because an earlier candidate fits whenever they fit."""
     for path, _, rule in subject.written():
         for at, candidate in enumerate(rule.candidates):
             earlier = next(
@@ -169,7 +169,8 @@ def _inherited(subject: Subject, table: KeyPath, axis: str) -> Rule | None:
     tables: Mapping[KeyPath, Mapping[str, Rule]] = subject.tables
     rule = next((tables[path][axis] for path in chain if axis in tables.get(path, {})), None)
     # A table of weights inherits no default. In a weight layout, the written rule of a parallelism
-    # axis wins over the rule of the semantic axis, even if it is equal to the default rule.
+    # axis wins over the rule of the semantic axis, even if the written rule equals the default
+    # rule.
     return rule if rule is not None or inner else default_rule(axis)
 
 

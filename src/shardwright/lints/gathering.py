@@ -23,7 +23,7 @@ from shardwright.vocabulary.modes import MODE_DECODE, MODE_TRAIN
 
 # A file with rules of these axes for decode is meant for serving.
 _SERVING = (BATCH, KV_LENGTH, PAGE, CAPACITY)
-# Dims of activations that count tokens.
+# Axes of activations along which each element is a token.
 _TOKENS = (BATCH, LENGTH, QUERY_LENGTH, CAPACITY)
 # Dims of a weight over which matmuls do not sum: each layer and each expert has its own matmul.
 _STACKED = frozenset({LAYERS, EXPERT})

@@ -169,7 +169,7 @@ def idle_policies(subject: Subject) -> Iterator[Finding]:
         answers: list[Resolution] = []
         if not any(subject.live(candidate) for candidate in rule.candidates):
             if not subject.own_mesh:
-                continue  # the given mesh may be one of several, so a rule may not need it
+                continue  # the rule may be for another of several meshes
             names = ", ".join(rule.mesh_axes)
             why = f"the mesh has no axis of more than one device among {names}"
         else:

@@ -191,7 +191,7 @@ def _used(tensors: tuple[Tensor, ...]) -> dict[Role, frozenset[str]]:
 
 
 def _resolve(tensor: Tensor, rules: AxisRules, sizes: Mapping[str, int], mode: str) -> Resolution:
-    # These lints judge how a weight is stored. Other lints judge gathering.
+    # These lints check how a weight is stored. Other lints check how it is gathered.
     role = Role.PARAM if tensor.role is Role.USE else tensor.role
     return explain(
         tensor.axes,

@@ -97,7 +97,7 @@ _KEYS = Recent()
 
 def key_of(values: Hashable, text: str) -> Key:
     """Return the key of a manager. Equal managers get the identical object, so that JAX need not
-    compare keys. Messages then use the name of the manager that asked last.
+    compare keys. Messages then use the name of the manager that requested the key last.
     """
     kept = _KEYS[values]
     key: Key = _KEYS.keep(values, Key(values)) if kept is None else kept

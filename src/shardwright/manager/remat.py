@@ -1,4 +1,4 @@
-"""Remat policies: what a backward pass finds saved, and in which memory."""
+"""Remat policies: which values are saved for the backward pass, and in which memory."""
 
 from __future__ import annotations
 

@@ -366,7 +366,7 @@ class SemanticShardMap:
 def inputs_of(
     dims: Sequence[tuple[Dim, ...]], values: Sequence[Any], specs: Sequence[PartitionSpec]
 ) -> Inputs:
-    """Return what `gather` reads of the inputs of a `shard_map`. Call it inside the `shard_map`.
+    """Return the inputs of a `shard_map` as `gather` reads them. Call it inside the `shard_map`.
 
     Args:
       dims: Lowered dims of each input.

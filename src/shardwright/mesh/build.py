@@ -354,7 +354,7 @@ def _dcn(spec: MeshSpec, slices: Mapping[int, Sequence[Any]]) -> tuple[int, ...]
 def default_dcn(spec: MeshSpec, count: int, *, group: str = "slice") -> tuple[int, ...]:
     """Return the part of each axis that crosses `count` slices, if the mesh does not state it.
 
-    Errors use the word `group` for a slice: for GPUs, it is `domain`.
+    In errors, `group` is the word for a slice, such as `domain` for GPUs.
 
     Raises:
       MeshSpecError: No pipeline or data axis can be split over the slices.

@@ -137,7 +137,7 @@ def resolve_sizes(spec: MeshSpec, count: int, *, hint: str = "") -> MeshSpec:
     filled = dataclasses.replace(
         spec, sizes=tuple(int(count) // needed if size == INFER else size for size in spec.sizes)
     )
-    # The size of the axis was -1 until now, so only here can its DCN part be compared with it.
+    # Until now the size of the axis was -1, so check only here that the DCN part divides the size.
     axes = zip(spec.names, filled.sizes, spec.dcn, strict=False)
     raise_problems([problem for axis in axes for problem in dcn_divides(*axis)])
     return filled

@@ -1,7 +1,8 @@
 """Predict the bytes and collectives of a strategy without a device, and compare strategies.
 
-Code that counts what a tree, a traced program or a compiled program holds and sends belongs here,
-and code that puts a profile beside such a plan. Code that runs a program does not.
+Code belongs here if it counts the bytes that a tree, a traced program or a compiled program keeps
+in memory and sends, or if it compares a profile with such a plan. Code that runs a program does
+not.
 """
 
 from shardwright.plan.collectives.collective import Collective as Collective

@@ -36,7 +36,7 @@ class _Keys:
       flags: Booleans.
       lists: Lists of shapes.
       cells: Tables with a value, a source and a date.
-      optional: Those of these tables that may be absent.
+      optional: Those of `cells` that may be absent.
     """
 
     numbers: tuple[str, ...]

@@ -1,6 +1,6 @@
 """Compute how long a collective takes over mesh axes: inside a slice or domain, and between them.
 
-Every time of a collective comes from here: those of a plan, of the ranking of a search, and of a
+All times of collectives are computed here: for a plan, for the ranking of a search, and for a
 compiled program.
 
 For GPUs, this module has the cost model of NCCL, with the constants of `src/graph/tuning.cc` (as of
@@ -79,7 +79,8 @@ def inside_seconds(
         return SecondsRange(low=0.0, high=0.0)
     chip = layout.topology.chip
     if chip.domain:
-        # A switch that sums (NVLink SHARP) takes each byte once, and a ring sends it twice.
+        # With a switch that sums (NVLink SHARP), a device sends each byte once. On a ring it sends
+        # each byte twice.
         sums = chip.switch_sums and kind is Kind.ALL_REDUCE and layout.slices_of(mesh_axes) == 1
         sent = wire_bytes / 2 if sums else wire_bytes
         return SecondsRange(low=sent / fast, high=wire_bytes / slow)

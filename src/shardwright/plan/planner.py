@@ -149,7 +149,8 @@ class PlanReport:
         workspace = 0 if self.layout is None else self.layout.topology.chip.workspace
         if not workspace or not self.walked.flops:
             return peak
-        # If the program calls cuBLAS, XLA takes a workspace for it from the program's memory pool.
+        # If the program calls cuBLAS, XLA allocates a workspace for it in the program's memory
+        # pool.
         kinds = {**peak.kinds, "workspace of cuBLAS": workspace}
         return dataclasses.replace(peak, high=peak.high + workspace, kinds=kinds)
 
@@ -311,7 +312,7 @@ def price(
       ShardingError: An annotation does not resolve.
     """
     shapes = program.shapes
-    # Check outputs first: if an output may have several roles, the walk takes the first one.
+    # Check outputs first: if an output may have several roles, the walk uses the first role.
     check_outputs(traced, manager)
     _check_weights(manager, traced, program)
     state = program_state(manager, traced, program)

@@ -269,7 +269,7 @@ def trace(
         try:
             return fetching(planning, function)(*arguments)
         except Exception as error:
-            # Check inside `jit`: it later removes JAX's frames, which tell who raised the error.
+            # Check inside `jit`, which later removes the frames of JAX that raised the error.
             if not recorder.typed or not _jax.refuses_shardings(error):
                 raise
             reason = " ".join(str(error).split())
@@ -451,7 +451,7 @@ def _roles_by_arguments(
         axes = annotation.axes if isinstance(annotation, ArraySpec) else annotation
         return repr(axes), tuple(request.shape or ())
 
-    # A dict in place of a set, so that roles stand in the order of the arguments.
+    # Use a dict in place of a set, so that the roles keep the order of the arguments.
     known: dict[Any, dict[Role, None]] = {}
     for given in inputs:
         if isinstance(given, ShardingRequest):
@@ -549,7 +549,7 @@ def walk(
         return dataclasses.replace(value, dims=tuple(dims))
 
     def resolved(request: ShardingRequest, strict: bool, source: str) -> ShardedValue:
-        # The trace holds its requests, so no id is used twice.
+        # The trace keeps its requests alive, so no two requests have the same id.
         key = id(request)
         if key not in known:
             resolution = manager_of(request.manual).answer(request)

@@ -38,7 +38,7 @@ from shardwright.processes.meeting import (
 WAIT_S: Final = 8.0
 # Seconds that a comparison inside a training loop waits. It logs a warning after `WAIT_S`.
 PATIENCE_S: Final = 300.0
-# Seconds until a process looks whether another one waits for it in another call.
+# Seconds after which a process checks whether another process waits for it in another call.
 CROSSING_S: Final = 3.0
 MOST_PROBLEMS: Final = 10
 _MOST_RANKS: Final = 10

@@ -112,7 +112,7 @@ class Watchdog(threading.Thread):
         atexit.register(self._leave)
 
     def widen(self, group: ProcessGroup, seconds: float) -> None:
-        """Watch more processes. If the times differ, use the shorter one."""
+        """Watch more processes. If `seconds` differ, use the smaller number."""
         self._groups |= {group.ranks}
         self._seconds = min(self._seconds, float(seconds))
 
@@ -414,7 +414,7 @@ class _MainThread:
             self._since = now
         self._ran, self._before = False, now
         self._main_cpu, self._process_cpu = main, process
-        # CPython's queue of pending calls is short, so it holds at most one call of this observer.
+        # CPython's queue of pending calls is short, so this observer has at most one call in it.
         if not self._pending:
             self._pending = True
             ctypes.pythonapi.Py_AddPendingCall(self._call, None)

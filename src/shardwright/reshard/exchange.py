@@ -76,7 +76,7 @@ def sends_of(source: DeviceGrid, target: DeviceGrid) -> tuple[Send, ...]:
                     key=lambda at: (sent[at], (at - receiver) % len(source.devices)),
                 )
             )
-            # Count only units that cross a link as load.
+            # Only units that cross a link are load for the sender.
             sent[sender] += not stays
             sends.append(
                 Send(

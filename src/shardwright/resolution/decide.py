@@ -69,8 +69,8 @@ class Decider:
       taken: Mesh axis -> position and label of the dim that holds it.
       problems: What went wrong so far.
       by_semantic_axis: Dims that use the rule of the semantic axis named in `Dim.semantic_axis`.
-      min_size: Size of the smallest mesh axis that a dim takes. By default 2, because a mesh axis
-        of size 1 shards nothing.
+      min_size: Size of the smallest mesh axis that a dim can be sharded over. By default 2, because
+        a mesh axis of size 1 shards nothing.
     """
 
     rules: AxisRules
@@ -86,7 +86,7 @@ class Decider:
     min_size: int = 2
 
     def decide(self, position: int, dim: Dim) -> DimDecision:
-        """Decide one dim and take its mesh axes."""
+        """Decide one dim, and record its mesh axes as taken."""
         size = None if self.shape is None else self.shape[position]
         pending = PendingDecision(
             dim=position, label=dim.label, size=dim.size if dim.merged else size

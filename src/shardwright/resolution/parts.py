@@ -109,7 +109,7 @@ def _followed(
     size: Any = decision.size
     failed = dataclasses.replace(decision, outcome=Outcome.FAILED, mesh_axes=())
     try:
-        # A dim of the same size was already judged as part of the whole, possibly by its policy.
+        # A dim of the same size was already decided as a dim of the whole, possibly by its policy.
         if size == whole or fits(size, decision.mesh_axes):
             return decision, None
     except _jax.Inconclusive:

@@ -33,7 +33,7 @@ class Schedule(enum.StrEnum):
 class GatherWeights(enum.StrEnum):
     """When FSDP gathers the weights of a stage: for each chunk that runs, or before the first tick.
 
-    ONCE holds the gathered weights of the stage during the step.
+    ONCE keeps the gathered weights of the stage in memory during the step.
     """
 
     TICK = "tick"

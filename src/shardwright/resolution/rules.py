@@ -644,8 +644,8 @@ def _rank_orders(
 ) -> tuple[tuple[str, ...], ...]:
     """Return the axes of all candidates that apply, in rank order.
 
-    The axis of a rule "-" stands in the order once, although the rule has no candidates: a
-    composite is tried at the place of the first rule of its members.
+    The axis of a rule "-" is in the order once, although the rule has no candidates: a composite is
+    tried at the place of the first rule of its members.
 
     The result has one tuple for the activations of each of `MODES`, then one for the parameters of
     each. Candidates rank by table, in the order in which tables are looked up, then by position in

@@ -1,7 +1,7 @@
 """Serve a model: requests of any length share decode slots.
 
 Code that schedules requests, assigns slots and runs steps belongs here. The caches are in `caches`,
-attention to them in `attention`. The caller brings the model.
+attention to them in `attention`. The caller provides the model.
 """
 
 from shardwright.serving.arrays import CacheUsage as CacheUsage

@@ -88,9 +88,9 @@ _FIX = 'pass a number of pages, or a share of the memory such as pages="90%"'
 def with_pages(setup: Setup) -> Setup:
     """Return a setup whose option `pages` is a number.
 
-    `pages="90%"` takes so many pages that 90 % of the memory of each device is in use. The option
-    `memory`, such as "16GiB", states the memory of a device that does not report it. On such a
-    device, only the weights count as in use.
+    `pages="90%"` means as many pages as fit while at most 90 % of the memory of each device is in
+    use. The option `memory`, such as "16GiB", states the memory of a device that does not report
+    it. On such a device, only the weights count as in use.
 
     Raises:
       ServingError: The share or the memory is not valid, the device does not report its memory, or

@@ -153,8 +153,9 @@ class Engine:
             cache.
           cache: "dense", "sliding", "quantized" or "paged".
           cache_options: Options of that kind of cache, such as `page_size` and `pages`; see
-            `caches.init`. `pages="90%"` takes pages until 90 % of the memory of each device is in
-            use. `memory="16GiB"` states the memory of a device that does not report it.
+            `caches.init`. `pages="90%"` means as many pages as fit while at most 90 % of the memory
+            of each device is in use. `memory="16GiB"` states the memory of a device that does not
+            report it.
           manager: Shards the caches of decode. Defaults to the ambient one, if any.
           prefill_manager: Shards the caches of prefill, possibly on another mesh. Defaults to
             `manager`.

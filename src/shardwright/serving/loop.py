@@ -2,8 +2,8 @@
 
 The scheduler records which request owns which slot and row. The arrays are on devices. Each part of
 a step changes both the scheduler and the arrays, or neither. If a part fails after the arrays have
-changed, the requests in them fail, and the arrays are replaced. Rows live in slots or in pages: the
-arrays and the space of the scheduler know which, and the steps are the same for both.
+changed, the requests in these arrays fail, and the arrays are replaced. Rows live in slots or in
+pages: the arrays and the space of the scheduler know which, and the steps are the same for both.
 
 A part begins a call, which is then in flight: the devices compute it, and the host has not read its
 results. With `ahead`, a step reads the results of the step before it, so the devices do not wait

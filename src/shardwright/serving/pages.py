@@ -245,7 +245,7 @@ class Prefixes:
             node = stack.pop()
             stack += node.children.values()
             node.is_linked = False
-            # A table may still have this node, and must not find below it pages that are used
+            # A table may still have this node. It must not find pages below the node that are used
             # again.
             node.children = {}
             self._nodes.pop(node.page, None)

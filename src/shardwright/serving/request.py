@@ -48,7 +48,7 @@ class Sampling:
     written.
 
     Attributes:
-      temperature: Divides the logits. 0 takes the most likely token. If several tokens are equally
+      temperature: Divides the logits. 0 means the most likely token. If several tokens are equally
         likely, the token with the lowest number is taken.
       top_k: Number of the most likely tokens to draw from. None means all tokens.
       top_p: Draw from the smallest set of most likely tokens whose probabilities sum to at least

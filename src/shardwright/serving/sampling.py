@@ -21,7 +21,7 @@ class Draw:
     """How each sequence of a batch draws its next token. All arrays are `[batch]`.
 
     Attributes:
-      temperature: float32; 0 takes the most likely token.
+      temperature: float32; 0 means the most likely token.
       top_k: int32.
       top_p: float32.
       seed: uint32.

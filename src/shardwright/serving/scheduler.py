@@ -326,7 +326,7 @@ class Scheduler:
         self.preempted += 1
 
     def _leave(self, job: Job) -> None:
-        """Take its row and its slot from a job."""
+        """Remove a job from its row and its slot."""
         if job in self.rowless:
             self.rowless.remove(job)
         self._leave_row(job)

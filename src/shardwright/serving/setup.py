@@ -1,4 +1,4 @@
-"""The arguments of an engine, checked, and the empty caches that they ask for."""
+"""The arguments of an engine, checked, and the empty caches that they describe."""
 
 from __future__ import annotations
 

@@ -87,7 +87,8 @@ class SlotState:
 
     Attributes:
       caches: One per layer.
-      ends: `[slots, 2]` int32: the latest token of each slot, and how many tokens it has written.
+      ends: `[slots, 2]` int32: the latest token of each slot, and how many tokens the slot has
+        written.
       rules: `[5, slots]` uint32, as `rules_of` returns them; the limit of an empty slot is 0.
         Replicated. Decode does not change the rules.
     """

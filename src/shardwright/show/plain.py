@@ -1,4 +1,4 @@
-"""Return values as plain data: what JSON has."""
+"""Return values as plain data, which JSON can represent."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _GAP = 2
 _PROSE = 24  # characters: prose in a narrower column is hard to read
 # The space in 1.5 MiB, 12 µs or 45 GB/s.
 _BEFORE_UNIT = re.compile(r"(?<=[0-9]) (?=(?:[KMGTP]i?)?B\b|[mnµ]?s\b)")
-_JOINED = "\0"  # `visible` has escaped others, and `textwrap` does not break at it
+_JOINED = "\0"  # not in texts (`visible` escapes it), and `textwrap` does not break at it
 
 
 def table(

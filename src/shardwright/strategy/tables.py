@@ -85,8 +85,8 @@ def parse_rules(data: Mapping[str, Any], origin: KeySources) -> ParsedTables:
             if rule is None:
                 continue
             if is_array:
-                # A rule "-" has no candidates. It takes one position in the order of rules,
-                # because a composite may need it.
+                # A rule "-" has no candidates. Its axis gets one place in the order of rules,
+                # because a composite may need that place.
                 places = len(rule.candidates) or int(axis not in parsed)
                 orders.setdefault(home, []).extend([axis] * places)
             if role is Role.PARAM and rule.fallback is Fallback.UNCONSTRAINED:

@@ -113,7 +113,7 @@ def judge(
     an unused file may belong to a test that did not run.
 
     Args:
-      uses: what tests used, as `attach` put it.
+      uses: the golden files that tests used, as `attach` records them.
       phases: module → test → the phases that passed when it last ran, and `failed` if one failed.
       session: the run.
     """

@@ -73,7 +73,8 @@ def quantized_dense(
     static = dataclasses.replace(call.kernels[0], shards=shards[1])
     pipeline, resource = call.pipeline, current_settings().resource
     if context.current() is None and resource is not None:
-        # As in TransformerEngine, an amax is the maximum over all mesh axes but this one.
+        # As in TransformerEngine, an amax is the maximum over all mesh axes except that of the
+        # pipeline.
         pipeline = () if resource.pp_resource is None else (resource.pp_resource,)
     # The logical names of TransformerEngine decide the sharding, so the matmul gets no manager.
     call = dataclasses.replace(

@@ -136,7 +136,8 @@ def init(recipe: Any, names: Iterable[str], *, layers: int | None = None) -> Den
 
     def tensor() -> TensorScaling:
         return TensorScaling(
-            # Start with scale 1, as TransformerEngine does: step 1 clips what fp8 cannot hold.
+            # Start with scale 1, as TransformerEngine does: step 1 clips values that are too large
+            # for fp8.
             scale=jnp.ones(shape, jnp.float32),
             history=jnp.zeros((*shape, recipe.history), jnp.float32),
         )

@@ -28,7 +28,7 @@ def source_lines(lines: list[str]) -> dict[str, str]:
     for line in lines[1:]:
         if line in tables:
             current = tables[line]
-        # The tables stand before the first computation.
+        # In the text, the tables come before the first computation.
         elif line.startswith(("%", "ENTRY")):
             break
         elif current is not None and line:

@@ -369,8 +369,8 @@ def _groups(
 ) -> list[tuple[tuple[str, ...], set[tuple[str, ...]]]]:
     """Return mesh axes, each with the semantic axes that are counted together.
 
-    If two events have one line and one size, a collective may stand for either of them. So their
-    axes share a group.
+    If two events have one line and one size, it is unknown which of them a collective carries out.
+    So their axes share a group.
     """
     groups: list[tuple[tuple[str, ...], set[tuple[str, ...]]]] = []
     for mesh_axes, axes in [

@@ -30,7 +30,7 @@ class MeasuredCollective:
     Attributes:
       op: Name of its operation in the profile.
       collective: The collective, as the compiled program has it.
-      planned: The events of the plan that it stands for. Empty if the plan has none.
+      planned: The events of the plan that the collective carries out. Empty if the plan has none.
       count: How often it ran.
       seconds: Its time, mean of the devices. It includes waiting for other devices.
       exposed: The part of this time in which the device computed nothing.
@@ -155,7 +155,7 @@ class Profile:
 
     @property
     def missing(self) -> tuple[Event, ...]:
-        """The events of the plan that no collective of the program stands for."""
+        """The events of the plan that no collective of the program carries out."""
         known = {id(event) for each in self.collectives for event in each.planned}
         return tuple(event for event in self.report.events if id(event) not in known)
 

@@ -176,7 +176,7 @@ def closed_form(
         ndim = len(request.shape or ())
         pair = _axes(each.dims), _axes(dims_of_spec(spec.partitions, ndim, sizes))
         # `moved`: mesh axes that only one spec has, such as fsdp. `kept`: mesh axes that both specs
-        # have. They divide the bytes that are sent.
+        # have. The kept axes divide the bytes that are sent.
         moved, kept = pair[0] ^ pair[1], pair[0] & pair[1]
         if moved:
             local = each.annotation.bytes // _ways(kept, sizes)

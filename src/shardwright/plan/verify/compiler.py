@@ -118,8 +118,8 @@ class Compiled:
       seconds: Seconds that the compile took.
       refused: The compiler's message if the program needs more memory than the chip has, or "".
       hlo: Text of the compiled program if it was asked for, else "".
-      placed: With `hlo`, two hashes, for the arguments and for the results. Each is a hash of which
-        device holds which part.
+      placed: With `hlo`, two hashes, for the arguments and for the results. Each hash covers which
+        device has which part of each array.
       cached: Whether the result was on disk.
     """
 

@@ -91,8 +91,8 @@ def _agreed(
 ) -> AxesByFactor:
     """Return one sharding for all operands: that of a constraint, else of the most sharded operand.
 
-    A mesh axis that this sharding does not use still shards the dim that it shards in another
-    operand.
+    Mesh axes that this sharding does not use are added: each shards the dim that it shards in
+    another operand.
     """
     wanted, sizes = step.wanted[0], step.ledger.sizes
     asked = None if wanted is None else placed(known, known.results[0], wanted, sizes)

@@ -135,9 +135,9 @@ def run_bodies(equation: Any) -> Sequence[Body]:
 
 
 def nested_jaxprs(equation: Any) -> Iterator[Any]:
-    """Yield the jaxprs that an equation holds."""
+    """Yield the jaxprs that an equation contains."""
     for value in equation.params.values():
-        # The branches of a `cond` are a tuple. A closed jaxpr holds an open one.
+        # The branches of a `cond` are a tuple. A closed jaxpr contains an open one.
         for held in value if isinstance(value, (tuple, list)) else (value,):
             jaxpr = getattr(held, "jaxpr", held)
             if hasattr(jaxpr, "eqns"):

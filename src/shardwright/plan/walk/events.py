@@ -18,7 +18,7 @@ class WalkLocation:
       runs: How often the equation runs, loops included.
       maybe: Whether it is in a branch of `cond`, which may not be taken.
       source: Line of the model, `model.py:12`.
-      calls: The ids of the equations that hold the jaxpr, from the outermost one.
+      calls: The ids of the equations that contain the jaxpr, the outermost first.
       recomputed: Whether rematerialization repeats an earlier equation here.
     """
 

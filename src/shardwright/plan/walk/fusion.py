@@ -15,7 +15,7 @@ from shardwright.plan.walk.entries import Buffer, Entry
 
 # Bytes of the scratch memory that compilers for TPUs give one kernel by default.
 _KERNEL: Final = 16 * 2**20
-_SMALL: Final = 16  # an operand hardly counts if it is this many times smaller than the value
+_SMALL: Final = 16  # an operand is negligible if it is this many times smaller than the value
 
 
 class Fusion(enum.Enum):
@@ -117,8 +117,8 @@ def _fuses(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer]) -> 
 
 def _is_repeated(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer]) -> bool:
     """Tell whether a value with several uses is computed again for each of them."""
-    # A compiler holds the operands and computes the value again for each use, if the operands
-    # together take no more memory than the value.
+    # A compiler keeps the operands in memory and computes the value again for each use, if the
+    # operands together take no more memory than the value.
     operands = {each for operand in buffer.operands or () for each in held(operand, fused)}
     if fusion is Fusion.NARROW and reads.matmuls.get(buffer, 0) > 1:
         # A slice that a loop reads in place takes no memory, but reading it takes time. So XLA
@@ -141,7 +141,7 @@ def _is_repeated(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer
             # kernel of the scores also computes `scores - max`, which is in memory in float32.
             return False
         if fusion is Fusion.WIDE:
-            # A softmax over a vocabulary holds its logits, and not their exponentials.
+            # For a softmax over a vocabulary, the logits are in memory, and not their exponentials.
             return buffer.costly or _in_one_kernel(buffer, min_row_bytes=1)
     if fusion is not Fusion.NARROW or not buffer.costly:
         return True
@@ -264,8 +264,8 @@ def _is_at_hand(buffer: Buffer, fused: set[Buffer], reach: Mapping[Buffer, int])
 def _in_one_kernel(buffer: Buffer, *, min_row_bytes: int = 0) -> bool:
     """Tell whether a TPU may compute a value in the kernel of the matmul with which it starts.
 
-    The kernel then has whole rows of the matmul, as for a softmax. It holds two copies of the
-    operand that every row needs, in order to read ahead.
+    The kernel then has whole rows of the matmul, as for a softmax. The kernel keeps two copies of
+    the operand that every row needs, in order to read ahead.
 
     Args:
       buffer: The value.

@@ -43,9 +43,9 @@ def dynamic_update_slice(step: PlanStep) -> list[ShardedValue]:
 def scatter(step: PlanStep) -> list[ShardedValue]:
     """Follow a scatter: updates move to the shards that they are written to.
 
-    Batch dims of the operand stay sharded, so that appending to a cache sends nothing. Rows that
-    are combined with a value that every device can make stay where they are. The result is then
-    partial.
+    Batch dims of the operand stay sharded, so that appending to a cache sends nothing. If the
+    operand is a value that every device can make, the rows that are combined with it stay where
+    they are. The result is then a partial sum.
     """
     value = step.whole(0)
     shape, update_rank = step.avals[0].shape, step.avals[2].ndim
@@ -100,7 +100,9 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
 
 
 def _with_rows(step: PlanStep, update: ShardedValue) -> ShardedValue:
-    """Return the updates. If every device can make them, they get the sharding of their indices."""
+    """Return the updates. If every device can make the updates, they get the sharding of their
+    indices.
+    """
     index = step.whole(1)
     if not update.free or index.free:
         return update

@@ -219,8 +219,8 @@ class Ledger:
             if group - scattered:
                 rest = group - scattered
                 self._note(Kind.ALL_REDUCE, rest, value, aval, _frozen(current), location)
-        # `find_move` slices a complete value itself: it must see which mesh axes are new to find
-        # the permutes that replace one by another.
+        # `find_move` slices a complete value itself: it must see which mesh axes are new, to find
+        # the permutes that replace one mesh axis by another.
         self._transfer(value, aval, _frozen(current) if value.owed else value.dims, dims, location)
         if target.dims != value.dims and len(self.events) > sent:
             # A move that sends nothing is a slice, which is fused into its use.
@@ -421,7 +421,7 @@ class Ledger:
           operands: Bytes of each operand and of the result.
           location: The equation.
           dtypes: Element types of the operands. Defaults to bfloat16.
-          copies: Number of devices that all compute the same.
+          copies: Number of devices that repeat the same computation.
         """
         flops = 2 * elements * location.runs
         names = {str(dtype) for dtype in dtypes}

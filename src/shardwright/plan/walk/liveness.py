@@ -5,8 +5,9 @@ values it keeps. `fusion` lists the choices.
 
 * The upper end counts every value that a compiler cannot fuse into its use: matmuls, results of
   collectives and of loops, and elementwise values with several uses. A fused value keeps its
-  operands alive instead. Results that take no donated argument's memory count from the start. With
-  loops, the upper end also covers another order of the equations, see `_depth_first`.
+  operands alive instead. Results that do not reuse the memory of a donated argument are in memory
+  from the start. With loops, the upper end also covers another order of the equations, see
+  `_depth_first`.
 * The lower end is that of a compiler at its best. Each chain of elementwise values overwrites a
   value that it starts with. A sum over devices is never in memory as a whole.
 

@@ -18,7 +18,7 @@ from shardwright.plan.walk.demands import demands
 from shardwright.plan.walk.equations import called_jaxpr
 from shardwright.plan.walk.values import Dims, Origin, ShardedValue
 
-# Key of an equation: the ids of the equations that hold its jaxpr, and its own id.
+# Key of an equation: the ids of the equations that contain its jaxpr, and its own id.
 EquationIds: TypeAlias = tuple[int, ...]
 _COMPARISONS: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _SHAPES: Final = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
@@ -41,7 +41,7 @@ def _masks(
     Args:
       jaxpr: The equations.
       given: Key of each input of the jaxpr.
-      at: The ids of the equations that hold the jaxpr.
+      at: The ids of the equations that contain the jaxpr.
     """
     keys = dict(given)
 
@@ -112,7 +112,7 @@ def required_dims(
     if not groups:
         return {}
     required: dict[EquationIds, Dims] = {}
-    # Include the keys of the outer jaxprs, so that jaxprs that hold no such mask are not read.
+    # Include the keys of the outer jaxprs, so that jaxprs without such masks are not read.
     holders = {place[:end] for group in groups for place in group for end in range(len(place) + 1)}
 
     def read(inner: Any, goals: Sequence[Dims | None], at: EquationIds) -> None:

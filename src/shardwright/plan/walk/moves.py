@@ -42,7 +42,8 @@ class ValueMove:
     doubtful: frozenset[str] = frozenset()
 
 
-# An all-to-all moves a mesh axis between two dims: it cuts one and joins the other.
+# An all-to-all moves a mesh axis from one dim to another: it joins the parts of the first dim, and
+# cuts the second.
 _PAIR: Final = 2
 
 
@@ -265,8 +266,8 @@ def _with_both(
         transfers, kept = _gathered(current, gone, sizes)
         smaller = shards(gone, sizes) <= shards(moved, sizes)
         rest = _exchanged(kept, kept, goal, sizes, moved)
-        # The move is exact if the removed mesh axes have no more devices than the moved ones, and
-        # leave other dims than these.
+        # The move is known exactly if the removed mesh axes have no more devices than the moved
+        # mesh axes, and are not in the dims that these leave.
         doubt = doubtful if not smaller or losing & origins else rest.doubtful
         return ValueMove(transfers=(*transfers, *rest.transfers), doubtful=doubt)
     # The exchange comes first: the array is still cut over `gone`, so fewer bytes move.

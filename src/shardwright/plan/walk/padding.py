@@ -5,9 +5,10 @@ shorter gets another order of dims, which is not padded. A write of rows at comp
 the padded order, so the compiler copies the array. Measured for caches with heads of 32 to 96
 (libtpu 0.0.42.1):
 
-* A decode step of a model with several query heads per KV head holds the copies of one layer.
-* With one query head per KV head, and in prefill, it may hold the copies of all layers until the
-  end.
+* In a decode step of a model with several query heads per KV head, the copies of one layer are in
+memory.
+* With one query head per KV head, and in prefill, the copies of all layers may be in memory until
+  the end.
 * If there is only one KV head on a device, the compiler makes two copies, or pads two dims.
 
 The lower end of a plan's memory does not count these copies.

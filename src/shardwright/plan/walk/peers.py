@@ -136,5 +136,5 @@ def _variables(operands: Iterable[Any]) -> list[Any]:
 
 
 def _alike(variables: Iterable[Any], like: Any) -> list[Any]:
-    """Return the variables that have the shape of another one."""
+    """Return the variables that have the shape of a given variable."""
     return [each for each in variables if each.aval.shape == like.aval.shape]

@@ -199,7 +199,7 @@ class ShardingWalker:
 def _target_dims(
     target: Callable[[Any], ShardedValue | None], sizes: Mapping[str, int]
 ) -> Callable[[Any], Dims | None]:
-    """Return a function from a constraint to its sharding, or to None if it keeps that of a dim."""
+    """Return a function from a constraint to its sharding, or to None if it leaves a dim alone."""
 
     def dims(equation: Any) -> Dims | None:
         result = equation.outvars[0].aval
@@ -290,7 +290,7 @@ def _with_memory(
 
 
 def _with_constants(ledger: Ledger, jaxpr: Any) -> list[Buffer]:
-    """Return the buffers of the arrays that the program closes over. Each device holds them."""
+    """Return the buffers of the arrays that the program closes over, which are on each device."""
     assert ledger.timeline is not None
     buffers = [
         Buffer(

@@ -108,7 +108,7 @@ class PlanStep:
         wanted: Sequence[Dims | None] | None = None,
         ledger: Ledger | None = None,
     ) -> list[ShardedValue]:
-        """Walk a jaxpr that the equation holds. The location defaults to that of the equation."""
+        """Walk a jaxpr of the equation. The location defaults to that of the equation."""
         inner = dataclasses.replace(location or self.location, calls=self.place)
         return self.scope.follow(
             jaxpr, values, location=inner, wanted=wanted, ledger=ledger or self.ledger
@@ -116,7 +116,7 @@ class PlanStep:
 
     @property
     def place(self) -> EquationIds:
-        """The equation, by its id and those of the equations that hold its jaxpr."""
+        """The equation, by its id and the ids of the equations that contain its jaxpr."""
         # JAX shares a jaxpr between equal calls, so several equations may have one id.
         return (*self.location.calls, id(self.equation))
 

@@ -160,7 +160,8 @@ def with_kept(dims: Dims, current: Dims) -> Dims:
         return dims
     used = axes_of(dims)
     return tuple(
-        # A mesh axis may shard only one dim. Dims that the constraint decides take theirs first.
+        # A mesh axis may shard only one dim. So dims that the constraint decides get their mesh
+        # axes first.
         tuple(axis for axis in held if axis not in used) if axes == KEEP else axes
         for axes, held in zip(dims, current, strict=True)
     )
