@@ -1,9 +1,10 @@
-"""Let a marker name the cases of a test that do not have it; bound what a worker remembers."""
+"""Choose which cases of a test have a marker; bound what a worker remembers."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import mmap
 import os
 import pathlib
@@ -41,6 +42,8 @@ _LIMIT = pytest.StashKey[int]()
 def pytest_pycollect_makeitem() -> Iterator[Any]:
     """Take `full(but=[...])` and `product(but=[...])` from the cases that they name.
 
+    Of the cases of a test with the marker `pairwise`, mark as `product` those that it leaves out.
+
     Raises:
       Collector.CollectError: No case of the test has that name.
     """
@@ -48,6 +51,7 @@ def pytest_pycollect_makeitem() -> Iterator[Any]:
     if isinstance(made, list):
         for marker in ("full", "product"):
             _spare(marker, made)
+        _leave_out([item for item in made if item.get_closest_marker("pairwise")])
     return made
 
 
@@ -62,6 +66,24 @@ def _spare(marker: str, items: list[pytest.Function]) -> None:
     for name in names:
         marks = cases[name].own_markers
         marks[:] = [mark for mark in marks if mark not in _named(cases[name], marker)]
+
+
+def _leave_out(items: list[pytest.Function]) -> None:
+    """Mark a case as `product` if other cases have each two of its parameters' values.
+
+    Cases of `make test` are taken first, then each time the case with the most new pairs.
+    """
+    pairs = {
+        item: {*itertools.combinations([(k, repr(v)) for k, v in item.callspec.params.items()], 2)}
+        for item in items
+    }
+    new = set().union(*pairs.values())
+    quick = [item for item in items if not item.get_closest_marker("full")]
+    while new:
+        item = quick.pop() if quick else max(pairs, key=lambda item: len(pairs[item] & new))
+        new -= pairs.pop(item)
+    for item in {*pairs} - {*quick}:
+        item.add_marker("product")
 
 
 @pytest.hookimpl(tryfirst=True)

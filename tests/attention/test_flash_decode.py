@@ -105,6 +105,7 @@ def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=["", "logsumexp"])
 @pytest.mark.parametrize("mesh", ["sp:4", "sp:3"])
 @pytest.mark.parametrize("rows", [48, 192])
+@pytest.mark.pairwise
 def test_few_queries_take_one_gather(rows: int, mesh: str, options: dict[str, Any]) -> None:
     call = Call(rows=rows, mesh=mesh, drafts=2)
     parts = 4 * call.batch * call.heads * call.drafts * (call.v_dim + 1) * call.manager.mesh.size

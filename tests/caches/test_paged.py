@@ -392,6 +392,7 @@ def bytes_per_device(tree: Any) -> int:
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("mesh", mostly_slow("batch, pages and kv heads"))
 @pytest.mark.full(but=["batch, pages and kv heads-auto-4"])
+@pytest.mark.pairwise
 def test_append_sends_no_pages_and_writes_in_place(mesh: str, axis_types: str, count: int) -> None:
     manager = manager_of(mesh, axis_types)
     sizes = dict(manager.mesh.shape)

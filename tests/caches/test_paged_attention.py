@@ -140,6 +140,7 @@ def test_one_device(page_size: int) -> None:
 )
 @pytest.mark.parametrize("pages", ["sp", "dp+sp"])
 @pytest.mark.full
+@pytest.mark.pairwise
 def test_sharded_pages(pages: str, mesh: str, axis_types: Any) -> None:
     rules = RULES.replace('page = "sp"', f'page = "{pages}"')
     manager = sw.PartitionManager(

@@ -102,6 +102,7 @@ CELLS = [
 
 @pytest.mark.parametrize(("mesh", "axis_types", "count"), CELLS)
 @pytest.mark.full(but=["length-auto-4"])
+@pytest.mark.pairwise
 def test_append_sends_nothing_and_writes_in_place(mesh: str, axis_types: str, count: int) -> None:
     manager = manager_of(MESHES[mesh], axis_types)
     temporary = []

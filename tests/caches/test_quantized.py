@@ -304,6 +304,7 @@ CELLS = [
     [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.full) for cell in CELLS],
 )
 @pytest.mark.full
+@pytest.mark.pairwise
 def test_sharded_equals_unsharded(mesh: str, axis_types: Any, overflow: str) -> None:
     k = normal(BATCH, 12, HEADS, DIM)
     capacity = 16 if overflow == "ring" else CAPACITY

@@ -131,6 +131,7 @@ def test_module_equals_its_block(name: str) -> None:
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("preset", ["fsdp", "fsdp_tp", "fsdp_tp_sp"])
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.pairwise
 def test_sharded_equals_unsharded(name: str, preset: str, kind: str) -> None:
     make, specs, _ = MODULES[name]
     wanted = gradients(make(nnx.Rngs(0)), X)

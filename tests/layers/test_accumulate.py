@@ -240,6 +240,7 @@ def padded_whole_batch(preset: str) -> Any:
 
 @pytest.mark.parametrize(("preset", "mesh", "kind", "how"), CELLS)
 @pytest.mark.full
+@pytest.mark.pairwise
 def test_presets_and_meshes(preset: str, mesh: str, kind: str, how: Any) -> None:
     """Equal to one batch; in the loop, no gradient of a replicated weight is reduced."""
     f, specs, params, batch, wanted = padded_whole_batch(preset)

@@ -175,6 +175,7 @@ def experts_loss(params: Any, tokens: Any, channel: Any) -> Any:
 @pytest.mark.parametrize("how", ["each", "once"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("preset", ["ddp", "fsdp", "fsdp_tp", "moe_ep"])
+@pytest.mark.pairwise
 def test_plan_of_a_step(preset: str, kind: str, how: Any) -> None:
     """The planned bytes of each kind and mesh axis are those of the compiled program."""
     f, specs, axes = plain_loss, MLP_SPECS, (sw.BATCH, sw.EMBED)

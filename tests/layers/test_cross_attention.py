@@ -88,6 +88,7 @@ def test_without_ids_every_row_is_seen() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("preset", "kind"), blocks.CASES)
 @pytest.mark.parametrize("name", ["block", "stack"])
+@pytest.mark.pairwise
 def test_sharded_equals_unsharded(name: str, preset: str, kind: str) -> None:
     f, params, specs = {
         "block": (block, BLOCK_PARAMS, attention_block.specs(CROSS)),

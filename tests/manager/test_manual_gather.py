@@ -78,6 +78,7 @@ def local_loss(pm: Any, x: Any, w: Any, shape: Any, gather: Any) -> Any:
 @pytest.mark.parametrize("names", [{"dp"}, {"dp", "tp"}], ids=["partly", "fully"])
 @pytest.mark.parametrize("kind", list(AXIS_TYPES))
 @pytest.mark.full(but=["auto-partly-vma"])
+@pytest.mark.pairwise
 def test_values_gradients_and_collectives(kind: str, names: set[str], check_vma: bool) -> None:
     pm = make_manager(kind)
     x, w = waves(4, 8), waves(8, 12)

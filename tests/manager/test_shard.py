@@ -77,6 +77,7 @@ PROGRAMS = [
         "auto-shard-plain-True-True",
     ]
 )
+@pytest.mark.pairwise
 def test_activation_is_sharded_by_rule(
     operation: str, kind: str, transform: str, jit: bool, entered: bool
 ) -> None:
@@ -155,6 +156,7 @@ def test_grad_of_a_loss_inside_the_manager(kind: str, jit: bool) -> None:
         "auto-plain-jit-entered",
     ]
 )
+@pytest.mark.pairwise
 def test_weight_is_gathered(kind: str, transform: str, jit: bool, entered: bool) -> None:
     """Forward as used, (-, tp); its gradient as stored, (dp, tp)."""
     pm = make_manager(kind)

@@ -23,6 +23,7 @@ def double_rows(x: Any, named: Any) -> Any:
 @pytest.mark.parametrize("ambient", [False, True])
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.full(but=["False-True-explicit", "False-False-auto"])
+@pytest.mark.pairwise
 def test_arguments_are_placed_then_mapped(kind: str, ambient: bool, jit: bool) -> None:
     mesh = make_manager(kind).mesh
     x, bias = numbers(8, 8), numbers(8)

@@ -54,6 +54,7 @@ LEAVES = {
         "fortran order-explicit-jit",
     ]
 )
+@pytest.mark.pairwise
 def test_every_kind_of_array(leaf: str, kind: str, jit: bool) -> None:
     pm = make_manager(kind)
     value = LEAVES[leaf]
@@ -173,6 +174,7 @@ TREES: dict[str, tuple[Any, Any]] = {
         "scalar beside arrays-explicit-eager",
     ]
 )
+@pytest.mark.pairwise
 def test_trees(case: str, kind: str, jit: bool) -> None:
     tree, annotations = TREES[case]
     pm = make_manager(kind)

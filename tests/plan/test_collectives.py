@@ -45,6 +45,7 @@ ROWS, COLUMNS = 64, 16  # of each device
         "ppermute-middle of 3-f32",
     ]
 )
+@pytest.mark.pairwise
 def test_counts_equal_those_of_jax(name: str, place: str, dtype: Any) -> None:
     sizes, axes = PLACES[place]
     mesh, f = mapped(in_loops(OPS[name], axes), sizes)

@@ -120,6 +120,7 @@ def check(module: Any, recipe: str, preset: str, kind: str, context: str) -> Non
 @pytest.mark.parametrize("context", ["resource", "manager"])
 @pytest.mark.parametrize(("preset", "kind"), PLACES)
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.pairwise
 def test_mlp_on_a_mesh(recipe: str, preset: str, kind: str, context: str) -> None:
     check(SMALL, recipe, preset, kind, context)
 
@@ -127,6 +128,7 @@ def test_mlp_on_a_mesh(recipe: str, preset: str, kind: str, context: str) -> Non
 @pytest.mark.full
 @pytest.mark.parametrize(("preset", "kind"), PLACES)
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.pairwise
 def test_layer_on_a_mesh(recipe: str, preset: str, kind: str) -> None:
     check(LAYER, recipe, preset, kind, "manager")
 

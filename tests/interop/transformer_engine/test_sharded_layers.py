@@ -71,6 +71,7 @@ def placed(boxed: Any, mesh: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("context", [resource, manager])
 @pytest.mark.parametrize("fields", FIELDS, ids=range(len(FIELDS)))
+@pytest.mark.pairwise
 def test_layer_on_a_mesh(fields: Any, context: Any, kind: str) -> None:
     layer = te.flax.TransformerLayer(
         hidden_size=16,

@@ -116,6 +116,7 @@ def test_twin_equals_the_model() -> None:
 @pytest.mark.parametrize("mesh", ["fsdp:2,ep:4", "ep:8", "fsdp:4,ep:2", "fsdp:2,ep:2,tp:2"])
 @pytest.mark.parametrize(("experts", "k"), [(8, 2), (8, 1), (8, 8), (64, 2), (64, 8)])
 @pytest.mark.ci
+@pytest.mark.pairwise
 def test_ragged_exchange_equals_dense(mesh: str, experts: int, k: int) -> None:
     moe_config = config(experts=experts, per_token=k, exchange="ragged", shared=1, normalize=k > 1)
     assert not check(manager("moe_ep", mesh), moe_config)

@@ -1,0 +1,32 @@
+"""Markers of this project's own tests, which `tests/conftest.py` reads."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+SUITE = """
+import pytest
+
+@pytest.mark.parametrize("c", [0, 1, 2])
+@pytest.mark.parametrize(("a", "b"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.full(but=["1-1-2"])
+@pytest.mark.pairwise
+def test(a, b, c):
+    pass
+"""
+
+
+def test_pairwise_cases_show_each_pair_of_values(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest((Path(__file__).parent / "conftest.py").read_text(encoding="utf-8"))
+    pytester.makeini("[pytest]\nmarkers =\n  full\n  product\n  pairwise")
+    (pytester.mkdir(".ci") / "full").touch()
+    items = pytester.getitems(SUITE)
+    kept = [item.callspec.id for item in items if not item.get_closest_marker("product")]
+    assert (len(items), len(kept)) == (12, 6)
+    assert "1-1-2" in kept
+    for (at, own), (to, others) in itertools.combinations(enumerate(("01", "01", "012")), 2):
+        pairs = {(case.split("-")[at], case.split("-")[to]) for case in kept}
+        assert pairs == {*itertools.product(own, others)}
