@@ -300,7 +300,7 @@ class AttentionCall:
       dtype: Dtype of q, k, v and the output.
       kv_dtype: Dtype of k and v if they are quantized and have scales, else None.
       mode: Runtime mode.
-      recipe: The static part of the arithmetic.
+      recipe: Static settings of the computation.
       layout: Layout of the caller's q, k, v and output. Operands are BTHD in any case.
       q_offset: None if positions are arrays. Otherwise row i of the queries is at position
         `q_offset + i`, and row j of the keys is at position j.

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from shardwright.errors import AttentionError
 from shardwright.vocabulary.integers import as_integer, read_integer
 
-# A bias up to this number hides a key: -inf, finfo.min of float32 or bfloat16, DEFAULT_MASK_VALUE.
-# A bias that is to be added, even -1e9, is far larger.
+# A bias of at most this number hides a key: -inf, finfo.min of float32 or bfloat16,
+# DEFAULT_MASK_VALUE. A bias that is to be added, even -1e9, is far larger.
 _HIDING_BIAS = -2e38
 T = TypeVar("T", int, jax.Array)
 Window = tuple[int | None, int | None]
@@ -118,7 +118,7 @@ class Mask:
     MaskRules(causal=True, window=(3, None), chunk=None)
 
     Attributes:
-      rules: The static part.
+      rules: The mask rules, which are static.
       q_segment_ids: `[batch, q_length]` int, or None.
       kv_segment_ids: `[batch, kv_length]` int. None if and only if `q_segment_ids` is None.
       lengths: `[batch]` int, or None. Keys at positions from this length on are hidden.
@@ -262,7 +262,7 @@ def allowed(
     """Evaluate a mask on a block of rows.
 
     Args:
-      rules: The static part.
+      rules: The mask rules, which are static.
       q_positions: `[batch or 1, q_length]` of the block's queries.
       kv_positions: `[batch or 1, kv_length]` of the block's keys.
       q_segment_ids: `[batch, q_length]`, or None.

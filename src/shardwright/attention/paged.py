@@ -335,7 +335,7 @@ def _by_triton(call: AttentionCall) -> bool:
     Raises:
       AttentionError: The strategy names the kernel, which cannot serve the call.
     """
-    # The rules of the ambient manager are part of the key of each trace.
+    # A trace may read the rules of the ambient manager, because they are part of its key.
     manager = context.current()
     line = None if manager is None or call.mode is None else manager.rules.attention_in(call.mode)
     reasons = triton_decode.not_in_triton(call)

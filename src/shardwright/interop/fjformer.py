@@ -78,7 +78,7 @@ def _names(specs: Any) -> Iterable[str]:
             yield from _names(entry)
     elif isinstance(specs, PartitionSpec | NamedSharding):
         yield from _names((specs.spec if isinstance(specs, NamedSharding) else specs).partitions)
-    # A leaf is not a spec. JAX flattens any other container, such as a dataclass, below.
+    # This leaf is not a spec. Any other container, such as a dataclass, is flattened below.
     elif jax.tree_util.all_leaves([specs]):
         raise StrategyError(
             f"{specs!r} of type {type(specs).__name__} is not a spec",

@@ -157,7 +157,7 @@ def _append(
 def _cache_of(variables: dict[str, Any], key: Any, mode: str | None) -> Any:
     k, v, index = (variables[name].value for name in ("cached_key", "cached_value", "cache_index"))
     batch, capacity, heads, dim = k.shape
-    # For a quantized cache, the dtype in which its rows are read.
+    # The rows of a quantized cache are read in the dtype of `key`.
     dtype = str(key.dtype if "cached_key_scale" in variables else k.dtype)
     spec = CacheSpec(
         batch=batch,
@@ -168,7 +168,8 @@ def _cache_of(variables: dict[str, Any], key: Any, mode: str | None) -> Any:
         dtype=dtype,
         mode=mode,
     )
-    # EasyDeL has one index for all sequences, and our caches have one length per sequence.
+    # EasyDeL has one index for all sequences. Our caches have one length per sequence, so repeat
+    # the index.
     length = ambient_sharding(mode).place(jnp.full((batch,), index, jnp.int32), (BATCH,))
     if "cached_key_scale" not in variables:
         return DenseCache(spec=spec, length=length, start=None, k=k, v=v)
@@ -207,7 +208,7 @@ def _mask(mask: Any, *, batch: int, q_length: int, capacity: int) -> Any:
     """
     if mask is None:
         return None
-    # [batch, capacity] says which keys are padding.
+    # A mask [batch, capacity] says which keys are padding.
     four = mask[:, None, None] if mask.ndim == 2 else mask
     full = (batch, None, q_length, capacity)
     fits = four.ndim == 4 and all(

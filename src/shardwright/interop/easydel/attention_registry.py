@@ -210,7 +210,7 @@ class AttentionRegistry:
         names = impl_names(implementation)
         for name in names:
             other = cls._known.get(name)
-            # A module that is reloaded defines the same class anew.
+            # A module that is reloaded defines the same class again, which is allowed.
             if other is not None and _source(other) != _source(implementation):
                 raise AttentionError(
                     f"the name {name!r} belongs to {other.__qualname__}",

@@ -308,7 +308,7 @@ def _gradient(g: Any, other: Quantized, side: int, call: _DotCall) -> Any:
       call: The dot.
     """
     dims = call.dims
-    # This dot contracts the dims of the other operand's scales, so g is multiplied by the scales.
+    # The other operand has scales along dims that this dot contracts, so multiply g by the scales.
     # The integers of the other operand are used as they are.
     scaled = g.astype(
         _wide(jnp.promote_types(_wide(g.dtype), _wide(other.scale.dtype)))

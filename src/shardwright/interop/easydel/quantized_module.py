@@ -82,7 +82,8 @@ class QuantizedDotGeneral(_Module):  # type: ignore[misc]
             if write
             else Quantized(value=None, scale=None)
         )
-        # flax ignores the initial value of a variable that exists, so it is also written below.
+        # flax ignores the initial value of a variable that exists, so the values are also written
+        # below.
         value = self.variable(COLLECTION, "value", lambda: fresh.value)
         scale = self.variable(COLLECTION, "scale", lambda: fresh.scale)
         if write:

@@ -289,7 +289,7 @@ def _read_mesh(
     """Return the settings of `trainer.mesh`.
 
     Args:
-      given: Its content.
+      given: Content of `trainer.mesh`.
       overrides: Path of keys below `trainer.mesh` -> value, which replaces the value of `given`.
       places: Path of keys below `trainer.mesh` -> where the value is written.
       source: Name of the configuration.

@@ -60,7 +60,7 @@ class Checkpoint:
     Attributes:
       config: The content of `config.json`.
       specs: Shape, dtype and axes of each tensor, by its name.
-      sources: For each tensor, by its name: what reads it from the files.
+      sources: The `Source` that reads each tensor from the files, by the name of the tensor.
       notes: How the arrays differ from the files, one line each.
       unpadded: The stored shape of each tensor that is padded, by its name. Pass it as `shapes` to
         `checkpoint.export_safetensors`.
@@ -137,7 +137,8 @@ def load(
       axes: Pattern -> annotation, for tensors that the family does not have.
       stack_experts: See `read`.
       stack_layers: See `read`.
-      pad_vocab: See `read`. `read` also has the shapes without padding, for an export.
+      pad_vocab: See `read`. The result of `read` also has the shapes without padding, for an
+        export.
       mode: Runtime mode. Defaults to the manager's.
 
     Returns:
@@ -207,7 +208,7 @@ def read(
     notes = [f"not read: {', '.join(others[:10])}"] if others else []
     floats = _float_dtype(dtype)
     tensors = _stack_experts(sources) if stack_experts else sources
-    # A stack of experts checks its experts itself.
+    # `_stack_experts` checks the experts itself.
     if not stack_experts:
         _check_experts(sources, config)
     shapes = {name: source.shape for name, source in tensors.items()}

@@ -218,7 +218,7 @@ def _latent_heads(config: Config) -> dict[str, tuple[Any, int | None]]:
     )
     latent = config.number("kv_lora_rank")
 
-    # Each projection merges the heads with its own size of a head.
+    # Each projection merges the heads with a head size of its own.
     def of_heads(size: int) -> tuple[Any, int]:
         return merged((HEAD, heads), (HEAD_DIM, size)), heads * size
 
@@ -232,7 +232,7 @@ def _latent_heads(config: Config) -> dict[str, tuple[Any, int | None]]:
     }
 
 
-# The keys that a configuration of only a decoder must have.
+# The keys that a configuration without a `text_config` must have.
 _SIZES: Final = (
     "vocab_size",
     "hidden_size",
@@ -267,8 +267,8 @@ _LATENT: Final[Mapping[str, Any]] = MappingProxyType(
 _GEMMA_3: Final = _class(
     262208, 2304, 9216, 26, 8, 4, 256, 131072, sliding_window=4096, tie_word_embeddings=True
 )
-# vocab, embed, mlp, layers, heads, kv heads (None: as many as heads), head dim (None: embed ÷
-# heads), positions
+# The columns are vocab, embed, mlp, layers, heads, kv heads (None: as many as heads), head dim
+# (None: embed ÷ heads) and positions.
 DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "llama": _class(32000, 4096, 11008, 32, 32, None, None, 2048),
@@ -375,7 +375,8 @@ def _filled(
     known = dict(DEFAULTS.get(values["model_type"], {}))
     heads, kv_heads = values.get("num_attention_heads"), known.get("num_key_value_heads")
     if type(heads) is int and kv_heads and heads % kv_heads:
-        # The default number of kv heads belongs to a model with another number of heads.
+        # Do not use the default number of kv heads: it belongs to a model with another number of
+        # heads.
         known["num_key_value_heads"], why = heads, f"{why}, but as many kv_heads as heads"
     taken = {key: value for key, value in known.items() if key not in values and key not in skip}
     sizes = [f"{key} {value}" for key, value in taken.items() if as_integer(value) is not None]

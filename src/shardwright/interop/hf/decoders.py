@@ -49,7 +49,8 @@ class LoadedDecoder:
     Attributes:
       config: Sizes and options: the configs of its blocks.
       specs: Its parameters as `ArraySpec`s.
-      sources: For each parameter, by its path in `specs`: what reads it from the files.
+      sources: The `Source` that reads each parameter from the files, by the path of the parameter
+        in `specs`.
       notes: What differs from the files, one line each.
     """
 
@@ -160,7 +161,7 @@ def decoder(
     """
     checkpoint: Checkpoint = read(folder)
     sizes = sizes_of(checkpoint.config, "config.json", param=param, capacity=None)
-    # Build it layer by layer: serving has a cache per layer, and does not scan.
+    # Build the decoder layer by layer: serving has a cache per layer, and does not scan.
     specs = decoder_specs(sizes, stacked=False)
     pairs, _ = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_array_spec)
     sources = arrange(checkpoint, sizes, {path_text(path): spec for path, spec in pairs})
@@ -230,7 +231,7 @@ class Zeros:
 def arrange(
     checkpoint: Checkpoint, sizes: Sizes, specs: Mapping[str, ArraySpec]
 ) -> dict[str, Source]:
-    """Return where each parameter is, by its path.
+    """Return the source that reads each parameter, by the path of the parameter.
 
     Args:
       checkpoint: A checkpoint with stacked experts and separate layers.

@@ -202,7 +202,7 @@ def _decoder(
 
 LLAMA_TENSORS = _decoder("llama")
 QWEN_TENSORS = _decoder("qwen", {**_DECODER, **_HEAD_NORMS})
-# A layer is dense, or has experts, or experts and a gated shared one.
+# A layer is dense, or has experts, or has experts and a gated shared expert.
 QWEN_MOE_TENSORS = _decoder(
     "qwen",
     {**_DECODER, **_HEAD_NORMS},
@@ -308,7 +308,7 @@ def _normed(name: str) -> dict[str, str]:
 
 
 # Both dims of [out, in] have the same size. Only the input is named EMBED, because presets shard
-# it.
+# EMBED.
 _SQUARE = "- embed"
 BERT_TENSORS = Tensors(
     name="bert",

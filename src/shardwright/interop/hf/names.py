@@ -181,7 +181,7 @@ class NameTable:
         """Return the annotation of a tensor, or a problem.
 
         Args:
-          name: Its name.
+          name: Name of the tensor.
           shapes: Name of each tensor -> its shape.
           of: Function from the name of a tensor to its annotation, or to a problem.
         """
@@ -242,7 +242,8 @@ class NameTable:
         if isinstance(annotation, Problem):
             return annotation
         problem = self._blocks(name, shape, whole)
-        # A dim of the scale follows the same dim of the weight, unless it has one scale for all.
+        # A dim of the scale follows the same dim of the weight, unless it has one scale for all
+        # elements.
         follows = [at if size > 1 else None for at, size in enumerate(shape)]
         return problem or PartOf(
             annotation=annotation, shape=whole, dims=tuple(follows), path=weight

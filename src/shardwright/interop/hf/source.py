@@ -78,7 +78,7 @@ class StackedSource:
     """A stack of tensors of one shape, such as the experts of a layer, as one tensor.
 
     Attributes:
-      name: Its name.
+      name: Name of the stack.
       parts: The tensors.
       dtype: Dtype that `read` returns. The stored dtypes of the parts may differ.
     """
@@ -277,7 +277,7 @@ class SafetensorsTensor:
         index = tuple(slice(*bound) for bound in bounds)
         try:
             if self.kind in _BY_OFFSET:
-                # These dtypes have one byte.
+                # An element of these dtypes takes one byte.
                 end = self.offset + math.prod(self.shape)
                 whole = self.content[self.offset : end].view(self.dtype).reshape(self.shape)
                 # Return a copy, because a view would read the file later, when it may have changed.
