@@ -291,7 +291,7 @@ class _AccumulationStep:
     def _refused(self, *given: Any) -> str | None:
         """Return the path of a weight that JAX refuses when its type is `reduced`, or None."""
         paths = [path for path, trained in zip(self.paths, self.trained, strict=True) if trained]
-        for path in ("", *paths):  # first, with no weight reduced
+        for path in ("", *paths):  # "" means that no weight is `reduced`
             step = dataclasses.replace(self, only=path)
             try:
                 jax.eval_shape(step._scan, *given)

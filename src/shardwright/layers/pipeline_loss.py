@@ -280,7 +280,7 @@ class _OneFOneB:
             (_zeros(self.weights), _zeros(self.of_head)),
             jnp.float32(0),
         )
-        # Both arrays hold the number of a microbatch by [tick, stage], or -1 for none.
+        # Both arrays have the index of a microbatch by [tick, stage], or -1 for none.
         ahead, behind = (
             np.array([[-1 if each is None else each for each in row] for row in numbers])
             for numbers in (

@@ -35,9 +35,9 @@ class LayerInputs:
     """What a layer reads beside its parameters and x.
 
     Attributes:
-      number: Number of the layer, int32. Fold this number into a dropout key; otherwise all layers
+      number: Index of the layer, int32. Fold this index into a dropout key; otherwise all layers
         would drop the same elements.
-      keys: `keys` of the call. In a pipeline, the number of the microbatch is folded into each key.
+      keys: `keys` of the call. In a pipeline, the index of the microbatch is folded into each key.
       rows: `rows` of the call; in a pipeline, those of the microbatch.
       streamed: `streamed` of the call; in a pipeline, that of the microbatch.
       per_layer: The part of the call's `per_layer` for this layer.
@@ -54,7 +54,7 @@ Layer = Callable[[Any, Any, LayerInputs], tuple[Any, Any]]
 
 
 def scan_layers(layer: Layer, stack: Any, x: Any, inputs: LayerInputs) -> tuple[Any, Any]:
-    """Scan over a stack of (parameters, inputs per layer, numbers of layers)."""
+    """Scan over a stack of (parameters, inputs per layer, indices of layers)."""
 
     def body(x: Any, each: Any) -> tuple[Any, Any]:
         params, per_layer, number = each
@@ -136,7 +136,7 @@ class Stages:
     def operands(self, params: Any, inputs: LayerInputs, parts: Any) -> tuple[Any, Any]:
         """Return (stack, stream, rows) as the stages read them, and the first entries of specs.
 
-        The stack is (params, inputs per layer, numbers of layers), and the stream (x, streamed).
+        The stack is (params, inputs per layer, indices of layers), and the stream (x, streamed).
         """
         per_layer, numbers = jax.tree.map(
             lambda leaf: leaf.reshape(*self.lead, *leaf.shape[1:]),

@@ -222,7 +222,7 @@ def _moved(subject: Subject, axis: str, mode: str) -> bool:
         return bool(answers)
     mesh_axes = {
         # `answers` has all modes of one tensor, then all modes of the next tensor. So the quotient
-        # is the number of the tensor.
+        # is the index of the tensor.
         (at // len(MODES), mode_name(answer.mode)): [
             decision.mesh_axes for decision in answer.resolution.decisions
         ]

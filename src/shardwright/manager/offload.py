@@ -110,7 +110,7 @@ def offloaded(optimizer: Any, specs: Any) -> Offloaded:
 class _LayerUpdate:
     """One update of a tree: its leaves, and the parameter of each array of the state.
 
-    `grads`, `params` and the state are lists of leaves. A group is a list of numbers of parameters
+    `grads`, `params` and the state are lists of leaves. A group is a list of indices of parameters
     that are updated together: either all parameters that are stacked over the same number of
     layers, or all that are not stacked.
     """
@@ -242,7 +242,7 @@ class _LayerUpdate:
     ) -> tuple[dict[int, Any], dict[int, Any]]:
         """Call the optimizer on some parameters, with None in place of the other parameters.
 
-        Return the results by parameter and the new state by the number of its leaf, scalars
+        Return the results by parameter and the new state by the index of its leaf, scalars
         included.
         """
         shared = {at: x for at, x in enumerate(self.state) if self.owners[at] is None}

@@ -31,7 +31,8 @@ def find_renaming(
       old: Mesh axis -> size, of the mesh of the trace.
       new: Mesh axis -> size, of the other mesh.
     """
-    # An axis of one device may be in any spec: shapes stay the same, so it needs no partner.
+    # A mesh axis of size 1 may be in any spec: it does not change the shapes of shards, so it needs
+    # no partner.
     renaming: dict[str, tuple[str, ...]] = {axis: () for axis, size in old.items() if size == 1}
     for before, after in pairs:
         if before is None or after is None:

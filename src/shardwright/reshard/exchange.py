@@ -140,7 +140,7 @@ class _Round:
 def _units_in(
     block: Block, counts: Sequence[int], units: Sequence[int]
 ) -> Iterator[tuple[Block, Block]]:
-    """Yield the number of every unit of a block: in the array, and in the block."""
+    """Yield the index of every unit of a block: in the array, and in the block."""
     sizes = [total // count for total, count in zip(units, counts, strict=True)]
     for offset in itertools.product(*map(range, sizes)):
         unit = tuple(

@@ -24,7 +24,7 @@ class DeviceGrid:
       devices: Ids of the devices, in mesh order. The devices of an abstract mesh are numbered from
         0.
       counts: Number of blocks along each dimension.
-      blocks: For each device, the number of its block along each dimension.
+      blocks: For each device, the index of its block along each dimension.
       axes: Mesh axes with their sizes, major first; empty if the array is not on a mesh.
       dims: Mesh axes of each dimension; all empty if the array is not on a mesh.
     """

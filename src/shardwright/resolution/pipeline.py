@@ -101,7 +101,7 @@ def stage_notes(
 
 
 def _layers_of(stage: int, chunk: int, size: int, repeats: int) -> str:
-    """Return the numbers of a stage's layers as text; A repeat has `size` layers."""
+    """Return the indices of a stage's layers as text; A repeat has `size` layers."""
     firsts = [repeat * size + stage * chunk for repeat in range(repeats)]
     return ", ".join(
         f"{first}-{first + chunk - 1}" if chunk > 1 else f"{first}" for first in firsts
@@ -113,10 +113,10 @@ class StageWork:
     """What a stage does in a tick.
 
     Attributes:
-      forward: Number of the microbatch whose forward pass it runs, or None.
-      backward: Number of the microbatch whose backward pass it runs, after the forward pass; or
+      forward: Index of the microbatch whose forward pass it runs, or None.
+      backward: Index of the microbatch whose backward pass it runs, after the forward pass; or
         None.
-      chunk: Number of the chunk of its layers that it runs.
+      chunk: Index of the chunk of its layers that it runs.
     """
 
     forward: int | None = None

@@ -232,8 +232,8 @@ def insert(
       slots: Donated.
       source: Caches of the prefill batch.
       entries: `[2, rows]` int32: the slot of each row, and its first generated token. A negative
-        number means that the token is in `following`. A row with a number past the last slot is not
-        copied.
+        number means that the token is in `following`. A row is not copied if its slot number is
+        past the last slot.
       following: `[rows]`, as `prefill` returns it.
       rules: `[5, rows]`, as in `SlotState`.
 
@@ -278,8 +278,8 @@ def resume(rows: Caches, source: Caches, slots: jax.Array) -> tuple[Caches, jax.
     Args:
       rows: Caches of the prefill batch, donated.
       source: Caches of the slots, or of another prefill batch.
-      slots: `[rows]` int32, the slot that each row gets. A row with a number past the last slot
-        does not change.
+      slots: `[rows]` int32, the slot that each row gets. A row does not change if its slot number
+        is past the last slot.
 
     Returns:
       The caches, and `[rows]` int8 codes of `Refusal`.
@@ -407,8 +407,8 @@ def prefill_pages(
       params: Weights.
       tokens: `[batch, chunk]` int32.
       entries: `[2, batch]` int32: how many tokens of each row are not padding, and the slot whose
-        latest token the row draws. A row that draws no token of a slot has a number past the last
-        slot there.
+        latest token the row draws. For a row that draws no token of a slot, the slot number is past
+        the last slot.
       batch: The sequences.
 
     Returns:

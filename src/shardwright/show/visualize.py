@@ -69,7 +69,7 @@ class ShardPicture:
     Attributes:
       title: What is drawn.
       dims: The dims that are cut, in order.
-      holders: The devices of each block, by the block's number along each of `dims`.
+      holders: The devices of each block, by the block's index along each of `dims`.
     """
 
     title: str
@@ -297,7 +297,7 @@ def _of_indices(sharding: Any, shape: tuple[int, ...]) -> ShardPicture:
 
 
 def _block(at: Mapping[str, int], sizes: Mapping[str, int], axes: Sequence[str]) -> int:
-    """Return the number of the block that a device holds. The first mesh axis is major."""
+    """Return the index of the block that a device holds. The first mesh axis is major."""
     index = 0
     for axis in axes:
         index = index * sizes[axis] + at[axis]

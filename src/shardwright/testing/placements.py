@@ -219,7 +219,7 @@ def wrong_placements(wanted: Sequence[Wanted], *, rows: int) -> str:
 
 
 def _entries(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
-    """Return the mesh axes of each dim, without mesh axes of one device."""
+    """Return the mesh axes of each dim, without mesh axes of size 1."""
     sizes = mesh_sizes(sharding.mesh)
     axes_by_dim = [
         tuple(axis for axis in entry_names(entry) if sizes[axis] > 1)

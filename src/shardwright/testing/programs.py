@@ -51,7 +51,7 @@ class CompiledCollectives:
         """Return the collectives over a mesh axis, a semantic axis, or several.
 
         With several axes, return the collectives over exactly these axes or, if `exactly` is False,
-        over any of them. Mesh axes of one device are ignored, since nothing is sent along them.
+        over any of them. Mesh axes of size 1 are ignored, since nothing is sent along them.
 
         Raises:
           UnknownAxisError: the axis is neither in the mesh nor in the rules.
@@ -63,7 +63,7 @@ class CompiledCollectives:
             what = f"axis={axis!r} names no axis, so nothing is checked: leave it out for all"
             raise TypeError(f"{what}, or name one")
         wanted = frozenset().union(*map(self._mesh_axes, [axis] if isinstance(axis, str) else axis))
-        # XLA sends nothing along an axis of one device, so no collective names it.
+        # XLA sends nothing along a mesh axis of size 1, so no collective names it.
         wanted = frozenset(name for name in wanted if self.sizes.get(name) != 1)
         if exactly and not isinstance(axis, str):
             return tuple(
@@ -220,8 +220,8 @@ def _signature(collective: Collective) -> tuple[Any, ...]:
 def is_same_everywhere(compiled: Any) -> bool:
     """Tell whether each device runs the whole program: nothing is sharded and nothing is sent."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    # A program that reads the number of its device, as `lax.axis_index` does, may work on a part of
-    # its operands although all of them are replicated.
+    # A program that reads the index of its device, by `lax.axis_index`, may work on a part of its
+    # operands although all of them are replicated.
     return (
         all(sharding.is_fully_replicated for sharding in shardings)
         and "partition-id()" not in compiled.as_text()

@@ -185,7 +185,8 @@ def _factored_moments(model: Any, names: Names, params: Any) -> Mapping[str, Any
         what = "the optimizer has factored moments, whose dims are some of those of its parameters"
         raise StrategyError(what, fix=f"pass the model too: {_CREATE}")
     nnx = library("flax.nnx")
-    # `wrt` selects the variables that an `nnx.Optimizer` updates, to which its moments belong.
+    # `wrt` selects the variables that an `nnx.Optimizer` updates. Its moments belong to these
+    # variables.
     own = nnx.state(params, getattr(model, "wrt", nnx.Param))
     values = jax.tree.map(_value, state, is_leaf=_is_variable)
     found = annotations_by_path(values, arrays(own), annotate(own, names))

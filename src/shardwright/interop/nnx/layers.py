@@ -121,7 +121,7 @@ class Norm(_Block):
       config: Which norm.
       size: Size of the last dim.
       dtypes: `param` is the dtype of the parameters, `output` that of the result.
-      rngs: Random streams; `params` initializes.
+      rngs: Random streams. `params` is for initialization.
       path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
     """
 
@@ -153,7 +153,7 @@ class Dense(_Block):
       bias: Whether there is a bias.
       init: Initializer of the kernel. Defaults to that of `layers.dense.specs`.
       dtypes: Dtypes of the parameters, the matmul and the result.
-      rngs: Random streams; `params` initializes.
+      rngs: Random streams. `params` is for initialization.
       path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
     """
 
@@ -201,7 +201,7 @@ class Embedding(_Block):
       embed: Size of the residual.
       init: Initializer. Defaults to that of `layers.embedding.specs`.
       dtypes: Dtypes of the table, the lookup and the result.
-      rngs: Random streams; `params` initializes.
+      rngs: Random streams. `params` is for initialization.
       path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
     """
 
@@ -250,7 +250,7 @@ class Mlp(_Block):
 
     Args:
       config: Sizes and options.
-      rngs: Random streams; `params` initializes, and `dropout` drops.
+      rngs: Random streams. `params` is for initialization, `dropout` for dropout.
       path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
 
     Raises:
@@ -278,7 +278,7 @@ class Attention(_Block):
 
     Args:
       config: Sizes and options.
-      rngs: Random streams; `params` initializes, and `dropout` drops.
+      rngs: Random streams. `params` is for initialization, `dropout` for dropout.
       path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
     """
 
@@ -315,7 +315,7 @@ class MoE(_Block):
 
     Args:
       config: The MoE layer.
-      rngs: Random streams; `params` initializes.
+      rngs: Random streams. `params` is for initialization.
       path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
     """
 
@@ -340,7 +340,7 @@ class MoEBlock(_Block):
 
     Args:
       config: The norm and the MoE layer.
-      rngs: Random streams; `params` initializes.
+      rngs: Random streams. `params` is for initialization.
       path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
     """
 
@@ -370,7 +370,7 @@ class Transformer(_Block):
 
     Args:
       config: Sizes and options.
-      rngs: Random streams; `params` initializes, and `dropout` drops.
+      rngs: Random streams. `params` is for initialization, `dropout` for dropout.
       path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
     """
 

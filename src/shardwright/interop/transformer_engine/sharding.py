@@ -79,7 +79,8 @@ class MeshResource:
     Attributes:
       dp_resource: Data parallelism.
       tp_resource: Tensor parallelism of heads and hidden dims.
-      tpsp_resource: Tensor parallelism that also shards the sequence. Set it or `tp_resource`.
+      tpsp_resource: Tensor parallelism that also shards the sequence. Set this field or
+        `tp_resource`, not both.
       fsdp_resource: Batch and weights. If its mesh axis has more than one device, the batch is
         sharded over it instead of over `dp_resource`.
       pp_resource: Stages of layers. Each stage has its own fp8 scales.

@@ -97,7 +97,8 @@ class MoEState:
 
 
 def init_state(config: MoEConfig, *, bias: Any = None) -> MoEState:
-    """Return a state with statistics of 0: it has the structure of what `apply` returns.
+    """Return a state with statistics of 0, which has the structure of the state that `apply`
+    returns.
 
     Args:
       config: The MoE layer.

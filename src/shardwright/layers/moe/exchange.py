@@ -110,7 +110,7 @@ def plan_routes(loads: Any, device: Any) -> tuple[ExpertRoute, ExpertRoute]:
     Args:
       loads: [devices, experts] int32, how many rows of each device go to each expert. The experts
         are divided among the devices in order.
-      device: Number of the device.
+      device: Index of the device.
     """
     devices, experts = loads.shape
     # [senders, receivers]. A sender's rows are sorted by expert, so by receiver. A receiver's

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from shardwright.dims.table import Correspondence, FactorRole, FactorsByDim
 from shardwright.plan.walk.values import Dims, shards
 
-# Number of a factor (a part of a dim, see `dims.table`) -> the mesh axes that shard the factor.
+# Index of a factor (a part of a dim, see `dims.table`) -> the mesh axes that shard the factor.
 AxesByFactor: TypeAlias = Mapping[int, tuple[str, ...]]
 
 

@@ -108,8 +108,8 @@ class DotProductAttention(Module):  # type: ignore[misc]
     and without a mask. The type "causal" ignores a mask unless there is a window.
 
     Attributes:
-      head_dim: Size of a head. As in TransformerEngine, the arrays decide: this field and the next
-        two are not compared with them.
+      head_dim: Size of a head. As in TransformerEngine, sizes come from the arrays, and this field
+        and the next two are not checked against them.
       num_attention_heads: Heads of queries.
       num_gqa_groups: Heads of keys and values. Defaults to `num_attention_heads`.
       attention_dropout: Probability of dropping a weight.
@@ -188,7 +188,8 @@ class DotProductAttention(Module):  # type: ignore[misc]
         if self.transpose_batch_sequence:
             # Scores are computed with the batch first, whatever the layout.
             arrays = tuple(each.swapaxes(0, 1) for each in arrays)
-        # As in TransformerEngine, the arrays decide, and not `num_attention_heads`.
+        # As in TransformerEngine, the number of heads comes from the arrays, not from
+        # `num_attention_heads`.
         heads = arrays[0].shape[2]
         default_bias = "no_bias" if bias is None else "post_scale_bias"
         config = ScoreConfig(

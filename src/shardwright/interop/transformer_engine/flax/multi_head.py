@@ -99,7 +99,8 @@ def norm_fields_of(module: Any) -> dict[str, Any]:
 
 
 def split_heads(module: Any, arrays: Any, *, starts: tuple[Any, Any]) -> list[Any]:
-    """Return query, key and value with a dim of heads, and rotate the first two if asked.
+    """Return query, key and value with a dim of heads, and query and key rotated if the module says
+    so.
 
     Args:
       module: A `MultiHeadAttention`.
