@@ -154,7 +154,7 @@ def annotate(tree: Any, names: Names = NAMES) -> Any:
     are replicated, because JAX would refuse any other rule for that name.
 
     Args:
-      tree: What `abstract(cfg)` returns in a model.
+      tree: The result of a model's `abstract(cfg)`.
       names: Name -> (axis, role), or an axis. None in the `logical_axes` of an array is replicated.
 
     Raises:

@@ -157,7 +157,7 @@ def to_strategy(
     replicated = read_replicated(merged.values, merged.rules, "configuration")
     imported = logical_rules.to_strategy(
         [*merged.rules, *replicated],
-        # The rules do not depend on sizes, and -1 is not a size. `resized` sets the sizes.
+        # The rules do not depend on sizes, so every size is 1 here. `resized` sets the sizes.
         mesh=dict.fromkeys(mesh, 1),
         names=names,
         modes=modes,

@@ -531,7 +531,7 @@ def _by_examples(batch: Any, axes: tuple[str, ...], manager: PartitionManager) -
 
 
 def _note_shards(_: object, error: BaseException | None, trace: object) -> None:
-    """Add to an error about shapes or sizes that the loss has shards of the weights."""
+    """Add a note to an error about shapes or sizes: the loss has shards of the weights."""
     if error is not None and any(word in str(error).lower() for word in ("shape", "size")):
         error.add_note(
             "accumulate passes the shards of weights to the loss, as FSDP stores them.\n"

@@ -359,9 +359,9 @@ def _project(
 
     Args:
       config: Sizes and options.
-      weights: Of `gather_weights`.
+      weights: The result of `gather_weights`.
       inputs: `x`, and `encoded` or None.
-      positions: For the rotation.
+      positions: Positions of the tokens, for the rotation.
       state: The `DenseUse` of delayed scaling, or None.
     """
     options: dict[str, Any] = {"axes": OPERAND, "recipe": read_recipe(config.recipe)}

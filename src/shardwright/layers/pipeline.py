@@ -56,7 +56,7 @@ def pipeline(
       params: Tree of arrays of all layers, as stored.
       x: The input of the first layer, such as the residual: a tree of arrays `[batch, ...]`. Each
         layer returns a new one.
-      specs: Their `ArraySpec`s, of `stack_specs(..., repeats=)`.
+      specs: `ArraySpec`s of the parameters, from `stack_specs(..., repeats=)`.
       keys: JAX keys, or None.
       rows: Tree of arrays `[batch, ...]` that layers read, such as positions and segment ids. If
         all rows have equal values, an array may be `[1, ...]`. Each stage holds the whole arrays.

@@ -30,7 +30,7 @@ class _LinearScan:
     """The static part of a call.
 
     Attributes:
-      dim: Position of the length.
+      dim: Position of the dim of the length.
       reverse: Whether the scan runs from the last element to the first.
       over: Mesh axes that split the length, major first.
       spec: Spec of the arrays, without mesh axes that an enclosing `shard_map` has already split.
@@ -103,7 +103,7 @@ def linear_scan(a: Any, x: Any, *axes: Any, reverse: bool = False) -> Any:
     Args:
       a: Coefficients, [..., length, ...].
       x: Inputs, of the same shape.
-      *axes: Annotation of both, with LENGTH, QUERY_LENGTH or KV_LENGTH.
+      *axes: Annotation of `a` and `x`, with LENGTH, QUERY_LENGTH or KV_LENGTH.
       reverse: Whether `h[t]` depends on `h[t + 1]` instead.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Frequencies of rotary positions for contexts that are longer than in the first training.
+"""Frequencies of rotary positions for contexts that are longer than those of the first training.
 
 linear    f / factor (Chen et al., arXiv:2306.15595)
 llama3    f of short wavelengths, f / factor of long ones, and a mean between them (Llama 3.1)

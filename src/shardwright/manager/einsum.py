@@ -33,8 +33,8 @@ class _Contraction:
       function: `jnp.einsum` or `jax.lax.dot_general`.
       before: Arguments before the operands.
       after: Arguments after the operands.
-      precision: As in both functions.
-      preferred_element_type: As in both functions.
+      precision: As in `einsum` and `dot_general`.
+      preferred_element_type: As in `einsum` and `dot_general`.
     """
 
     function: Callable[..., Any]

@@ -1,8 +1,8 @@
 """`PartitionManager`: what a user calls. Each method calls one function.
 
-Most of these functions are in this package. `plan`, `profile`, `plan_reshard` and `reshard` import
-theirs from packages above, inside their bodies. Those functions take a `Manager`, so these imports
-make no circle.
+Most of these functions are in this package. The methods `plan`, `profile`, `plan_reshard` and
+`reshard` import functions of packages above, inside their bodies. These functions take a `Manager`,
+so the imports make no circle.
 """
 
 from __future__ import annotations

@@ -260,9 +260,9 @@ def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
     """Arrange devices in an array of shape `spec.sizes`.
 
     The function is pure. It reads only `platform`, `process_index`, `slice_index` and the TPU
-    coordinates of the devices. Inside a slice, TPUs follow their torus. Other devices keep the
-    given order, and so do all devices with `!`. The part of an axis that crosses slices varies
-    slowest: `dp:4` with `dcn.dp:2` has dp 0 and 1 in the first slice.
+    coordinates of the devices. Inside a slice, the order of TPUs follows their torus. Other devices
+    keep the given order, and so do all devices with `!`. The part of an axis that crosses slices
+    varies slowest: `dp:4` with `dcn.dp:2` has dp 0 and 1 in the first slice.
 
     Raises:
       MeshSpecError: There are more than 32 axes. The number of devices is not the product of the

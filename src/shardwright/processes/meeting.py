@@ -116,7 +116,7 @@ def collect(
 ) -> MeetingVerdict:
     """Wait for the verdict of a meeting.
 
-    The watchdog knows this function: a process in it waits for others.
+    The watchdog looks for this function: a process that is in it waits for others.
 
     Args:
       meeting: The meeting, at which this process has arrived.

@@ -67,7 +67,7 @@ class Decider:
       path: Path of the tensor, or None.
       manual: Mesh axes that an enclosing `shard_map` has already applied.
       taken: Mesh axis -> position and label of the dim that holds it.
-      problems: What went wrong so far.
+      problems: The problems so far.
       by_semantic_axis: Dims that use the rule of the semantic axis named in `Dim.semantic_axis`.
       min_size: Size of the smallest mesh axis that a dim can be sharded over. By default 2, because
         a mesh axis of size 1 shards nothing.

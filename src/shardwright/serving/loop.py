@@ -470,7 +470,8 @@ class Loop:
     def _give_up(self, part: str, cause: BaseException, jobs: Sequence[Job] = ()) -> None:
         """Replace a part of the arrays, and fail the requests that lose tokens.
 
-        The jobs in that part lose tokens, and the jobs whose arrays a call in flight has changed.
+        The jobs in that part lose tokens, and so do the jobs whose arrays a call in flight has
+        changed.
 
         Args:
           part: Name of the part.

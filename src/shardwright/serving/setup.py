@@ -77,8 +77,8 @@ class Setup:
         """Return the manager of a mode as a context manager.
 
         Raises:
-          ServingError: The engine has no manager, but a manager is ambient. It would move all
-            arrays to its mesh.
+          ServingError: The engine has no manager, but a manager is ambient. The ambient manager
+            would move all arrays to its mesh.
         """
         manager = self.prefill_manager if mode == MODE_PREFILL else self.manager
         if manager is None and context.current() is not None:

@@ -218,7 +218,8 @@ def _tensors(
     Arrays of one row differ only in the numbers of their paths, such as the layers of a model.
     """
     # Candidates may share a walk, whose report then names the rules of another strategy. So take
-    # the decisions from the candidate's own manager. Gradients come after the arguments.
+    # the decisions from the candidate's own manager. `zip` leaves out the gradients, which come
+    # after the arguments.
     given = read_arguments(manager, program)
     rows: dict[tuple[Any, ...], list[StateLeaf]] = {}
     for leaf, source in zip(report.state.leaves, given, strict=False):

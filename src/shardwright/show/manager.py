@@ -38,7 +38,7 @@ def _cell(manager: PartitionManager, axis: str, role: Role) -> str:
     decision = resolution.decisions[0]
     if resolution.ok:
         return mesh_axes_text(decision)
-    # No size is given here, so a rule with several candidates cannot be decided.
+    # No size is given here, so a rule with several candidates is not decided. Show its text.
     return decision.rule.text if decision.rule is not None else "!"
 
 

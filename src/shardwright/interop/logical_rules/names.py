@@ -49,7 +49,7 @@ class Imported:
     Attributes:
       strategy: The strategy.
       names: Name in the list -> (axis, role), or one axis for both roles.
-      notes: What was declared, merged or dropped.
+      notes: Notes on names that were declared, merged or dropped.
     """
 
     strategy: Strategy
@@ -133,7 +133,8 @@ def read_names(
                 what = f"the name {name!r} is mapped to the role {target[1]!r}"
                 raise StrategyError(what, fix="map it to the role activation or param")
             targets[name] = (axis, role)
-        # The names may come from one import and be passed to another one.
+        # `names` may come from an import, which maps a name to an axis of its own. Accept such an
+        # axis.
         if not are_imported or axis != canonical_axis(f"logical_{plain_name(name)}"):
             places.append((f"names[{name!r}]", axis))
     check_axes(places, own_axes, declare=declare)
@@ -206,7 +207,7 @@ def names_of_metadata(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
     """
     sharding = next((metadata[key] for key in _KEYS if metadata.get(key)), ())
     if not isinstance(sharding, (tuple, list, PartitionSpec)):
-        # The value is a NamedSharding of names, or a Format that holds one.
+        # The value is a NamedSharding of names, or a Format that contains such a sharding.
         sharding = getattr(sharding, "sharding", sharding)
         sharding = sharding.spec
     return tuple(sharding)

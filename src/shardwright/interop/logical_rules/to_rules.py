@@ -223,7 +223,8 @@ def _chain(
         if candidate.misses_axis:
             # If the mesh lacks an axis of the candidate, the policy replicates the dim.
             return [*chain, None], ranks
-        # A list has no sizes, so it could use this candidate for a size that does not divide.
+        # Leave out a candidate that does not divide the size: a list has no sizes, and would use
+        # it.
         if size is not None and size % _shards(pm, candidate.live):
             failed = failed or candidate.live
             # As in flax, only a conflict leads to the next rule; a size that does not divide does

@@ -99,7 +99,7 @@ class MeshResource:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AutocastSettings:
-    """The settings that contexts of this bridge make for a thread.
+    """The settings of a thread, which the contexts of this bridge change.
 
     Attributes:
       resource: The `MeshResource`, or None.

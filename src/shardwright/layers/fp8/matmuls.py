@@ -286,7 +286,7 @@ def _multiply(
       call: Dtype and mode.
       left: Operand.
       right: Operand.
-      dims: Contracted dims of both.
+      dims: Contracted dims of both operands.
       out: Annotation of the result.
       entries: Spec of the result over Explicit axes, if the result has no annotation.
     """

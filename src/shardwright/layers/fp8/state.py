@@ -64,9 +64,9 @@ class DenseScaling:
     """The scaling of the matmuls that share one input. Matmuls are named after their kernels.
 
     Attributes:
-      x: Of the input.
-      kernels: Of each kernel.
-      grads: Of the gradient of each result.
+      x: Scaling of the input.
+      kernels: Scaling of each kernel.
+      grads: Scaling of the gradient of each result.
       counts: For each matmul, 1 if the last update was valid, else its counter.
     """
 
@@ -114,8 +114,8 @@ class DenseSeen:
     """What the forward pass of the matmuls reports: largest absolute values, float32.
 
     Attributes:
-      x: Of the input.
-      kernels: Of each kernel.
+      x: Largest value of the input.
+      kernels: Largest value of each kernel.
     """
 
     x: Any

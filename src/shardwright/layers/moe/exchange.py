@@ -196,7 +196,7 @@ def send(
 
     Args:
       rows: [rows, embed].
-      routes: There, and back.
+      routes: The route to the experts, and the route back.
       size: Number of rows of the result. Rows that no device sends are 0.
       exchange: The collective, and the largest number of rows for one receiver.
       axes: Mesh axes.

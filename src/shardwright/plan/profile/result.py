@@ -32,7 +32,7 @@ class MeasuredCollective:
       collective: The collective, as the compiled program has it.
       planned: The events of the plan that the collective carries out. Empty if the plan has none.
       count: How often it ran.
-      seconds: Its time, mean of the devices. It includes waiting for other devices.
+      seconds: Its time, as the mean over the devices. It includes waiting for other devices.
       exposed: The part of this time in which the device computed nothing.
       fastest: Its time on the device that waits least, which is closest to the time of sending.
     """
@@ -61,7 +61,7 @@ class MeasuredAxis:
       mesh_axes: The mesh axes.
       planned: Bytes that the plan sends.
       sent: Bytes that the program sends.
-      seconds: Time of its collectives, mean of the devices.
+      seconds: Time of its collectives, as the mean over the devices.
       exposed: Time in which at least one of these collectives ran, and the device computed nothing.
       rate: Bytes per second, on the device that waits least. None if nothing ran.
       peak: Lowest and highest bytes per second of the slice, or None if no slice was planned.
@@ -83,7 +83,7 @@ class LineTime:
 
     Attributes:
       source: The line, `model.py:12`, or "" if the compiler does not say.
-      seconds: Its time, mean of the devices.
+      seconds: Its time, as the mean over the devices.
       ops: Number of operations.
     """
 

@@ -35,7 +35,7 @@ class AnnotationRequest:
     """An annotation of a program.
 
     Attributes:
-      request: What the manager resolves.
+      request: The request that the manager resolves.
       number: Number of the request. Equal requests of one program have the same number.
       strict: Whether a dim that does not fit is an error, as for `shard`. For `hint`, it is left to
         the compiler.

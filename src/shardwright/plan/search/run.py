@@ -154,7 +154,7 @@ def search_variants(
       **options: Other options of `search`. `walks` is the limit for each variant.
 
     Raises:
-      ShardingError: `search` raises for every variant. This is the first error.
+      ShardingError: `search` raises an error for every variant. This is the first of these errors.
     """
     reports: dict[str, SearchReport] = {}
     # A variant that fails, such as a batch that does not divide, does not end the search of other
@@ -304,8 +304,7 @@ class _Search:
         for each in self._resolve_all(points):
             groups.setdefault(each.specs, []).append(each)
         candidates = self._walk_best(groups, most)
-        # A candidate is found too large only after it has resolved, so the settings as such are
-        # valid.
+        # A candidate that is too large has resolved. So if there is one, the settings are valid.
         resolves = self.walks or _TOO_LARGE in self.dropped or self.stopped
         if self.first_error is not None and not resolves:
             raise self.first_error

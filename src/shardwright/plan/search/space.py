@@ -37,7 +37,7 @@ class Point:
 
     Attributes:
       name: Name of the strategy that it comes from.
-      settings: What it changes in that strategy.
+      settings: Settings that it changes in that strategy.
       sizes: Size of each mesh axis, in mesh order.
     """
 

@@ -9,9 +9,10 @@ chooses one of three methods, named here by the dims that stay sharded:
 * `tokens`: the dims of the indices. For a gather, the table is gathered. For a scatter, the tables
   of the devices are summed.
 
-XLA takes the method whose largest operation needs the least memory on one device, then the one
-that sends the least (`spmd/gather_scatter_handler.cc`). So the gradient of an embedding moves rows
-by an all-to-all, unless a device has more tokens than the table has rows: then it sums the table.
+XLA chooses the method whose largest operation needs the least memory on one device and, of several
+such methods, the one that sends the least (`spmd/gather_scatter_handler.cc`). So the gradient of an
+embedding moves rows by an all-to-all, unless a device has more tokens than the table has rows: then
+it sums the table.
 """
 
 from __future__ import annotations

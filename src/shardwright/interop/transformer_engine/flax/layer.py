@@ -40,7 +40,7 @@ from shardwright.interop.transformer_engine.sharding import (
 
 
 class TransformerLayerType(enum.Enum):
-    """Whether a layer is one of an encoder or of a decoder.
+    """Whether a layer belongs to an encoder or to a decoder.
 
     A decoder layer also attends to the encoder.
     """
