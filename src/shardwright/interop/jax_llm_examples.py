@@ -104,7 +104,7 @@ def to_strategy(
     ruled = {name for name, _ in pairs}
     own_axes = tuple(own_axes)
     given = read_names(names, own_axes, are_imported=True)
-    # `NAMES` has the fields of all models, and each model has some of them.
+    # Keep the names that the model has: `NAMES` has the fields of all models.
     known = {name: target for name, target in given.items() if name in ruled}
     return logical_rules.to_strategy(
         pairs, mesh=mesh, names=known, semantics="strict", source=places, own_axes=own_axes

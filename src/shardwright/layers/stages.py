@@ -242,7 +242,8 @@ class Stages:
         on = [(stage, stage + 1) for stage in range(stages - 1)]
         if repeats > 1:
             on.append((stages - 1, 0))
-        # For the backward pass, keep only what a stage reads. The other operations here are linear.
+        # For the backward pass, keep only what a stage reads. The other operations here are linear,
+        # so they need no values.
         run = jax.checkpoint(self.chunk, prevent_cse=False)
 
         def tick(carry: Any, number: Any) -> tuple[Any, Any]:

@@ -507,7 +507,7 @@ def _scan(
             after.append(state)
         return x, ([moe_state for moe_state, _ in after], [seen for _, seen in after])
 
-    # Experts have loads of all rows, and fp8 has scales.
+    # Loads of experts and scales of fp8 combine rows.
     blocks: tuple[Any, ...] = (config.attention, config.cross or config.attention, *config.mlps)
     combines_rows = any(isinstance(each, MoEBlockConfig) or each.recipe for each in blocks)
     stacked, *per_layer = (list(trees)[:count] for trees in (params, *states))

@@ -273,6 +273,7 @@ class Manager:
         resolution = explain_request(request.under(self.mode), self.rules, self.sizes)
         # Only mixed axis types have specs that JAX cannot express: Auto before Explicit in one dim,
         # or Manual after an axis that is not Manual. Only Explicit axes can keep a sum unreduced.
+        # All else needs no check.
         spec = resolution.spec
         if spec is None or (ambient is None and self._uniform and not spec.unreduced):
             return resolution

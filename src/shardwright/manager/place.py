@@ -67,7 +67,7 @@ def place(
     # A trace calls this function thousands of times, nearly always with a tracer. So test for a
     # tracer once, and build a request only if the cache lacks its decision.
     traced = isinstance(x, Tracer)
-    # A leaf has a path, and its data was compared between processes together with its tree.
+    # Skip leaves of trees, which have a path: their data was compared together with their tree.
     if not traced and path is None:
         group = manager.group()
         if group is not None and not _jax.in_trace():

@@ -178,7 +178,7 @@ def _parse_text(
         crossing or _dcn_parts(dcn),
         contiguous=contiguous,
         text=text,
-        # If dcn= gives the parts, their columns are not columns of the text.
+        # Pass no text if dcn= gives the parts: then their columns are not columns of the text.
         dcn_text=text if crossing else "",
     )
 

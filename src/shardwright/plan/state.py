@@ -225,7 +225,8 @@ def count_tensors(
                 for number in range(copies)
             ]
     counted = count_state(manager, arrays)
-    # `count_state` adds gradients only if there is optimizer state, but then in every mode.
+    # `count_state` adds gradients only if there is optimizer state, but then in every mode. Here,
+    # training has them, and no other mode.
     leaves = counted.leaves
     if train and Category.GRADIENTS not in counted.categories:
         leaves += tuple(gradients(leaves))

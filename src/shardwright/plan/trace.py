@@ -119,7 +119,8 @@ class Trace:
             return None
         if self.fits_all and not is_typed(manager):
             return {}
-        # A NamedSharding of an input names mesh axes, and `find_renaming` does not see them.
+        # Rename nothing if an input has a NamedSharding: `find_renaming` does not see its mesh
+        # axes.
         own = any(isinstance(given, NamedSharding) for given in self.inputs)
         if own or not self._runs_alike(manager) or self.typed_for or is_typed(manager):
             return {} if self.fits(manager) else None

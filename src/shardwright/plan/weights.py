@@ -66,7 +66,7 @@ def _follow(
         elif equation.primitive is annotate_axes_p and operands[0] is not None:
             annotation: Annotation = equation.params["annotation"]
             argument, cut = operands[0]
-            # `vmap` adds a dim that the annotation does not have.
+            # Skip annotations under `vmap`, which adds a dim that the annotation does not have.
             is_weight = annotation.request.role in (Role.PARAM, Role.USE)
             if is_weight and not equation.params["added"] and argument not in found:
                 found[argument] = ArgumentAsWeight(

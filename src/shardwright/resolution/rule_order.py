@@ -136,8 +136,8 @@ def _ranks(decider: Decider, position: int, dim: Dim, entry: _Open) -> Sequence[
         ranks_of(decider.rules, axis, mode=decider.mode, role=decider.role, path=decider.path)
         for axis in axes
     ]
-    # The ranks are those of the stated rule. A rule for size 1 may have another number of
-    # candidates than the stated rule.
+    # The ranks are those of the stated rule. Use them only if this rule has as many candidates: a
+    # rule for size 1 may have another number.
     if not isinstance(entry.rule, Composite) and len(ranks[0]) == len(entry.candidates):
         return ranks[0]
     lowest = min((rank for member in ranks for rank in member), default=(DEFAULT, 0, 0))

@@ -91,8 +91,8 @@ class Scheduler:
         admitted = []
         while self.queue:
             slot, job = self._free_slot(), self.queue[0]
-            # A smaller request behind this request might fit. But then this request might wait
-            # forever.
+            # Stop here, even if a smaller request behind this one would fit. Otherwise this request
+            # might wait forever.
             if slot is None or not self.space.fits(job, self.slots.values()):
                 break
             self.queue.popleft()

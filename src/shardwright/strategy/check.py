@@ -174,7 +174,8 @@ def _fix_for_unknown(name: str, known: Sequence[str]) -> tuple[str, str]:
     if len(words) > 1 and all(word in known for word in words):
         return f'mesh axes are joined by "+": did you mean "{"+".join(words)}"?', ""
     axis = canonical_axis(name.strip("_"))
-    # The user wrote an axis, such as `tensor_parallel` or `TP`, instead of its mesh axis `tp`.
+    # Perhaps the user wrote an axis, such as `tensor_parallel` or `TP`, instead of its mesh axis
+    # `tp`.
     meant = PARALLELISM_AXES.get(axis, "")
     if meant not in known:
         if axis in KNOWN_AXES and name.lower() not in map(str.lower, known):

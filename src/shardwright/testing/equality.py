@@ -290,7 +290,7 @@ def _row(
     # The difference of two infinities is NaN, and NumPy warns of it.
     with np.errstate(invalid="ignore"):
         apart = np.where(same, 0.0, np.abs(a - b))
-    apart = np.where(np.isnan(apart), np.inf, apart)  # NaN on one side only is the worst
+    apart = np.where(np.isnan(apart), np.inf, apart)  # a NaN on one side is the worst
     worst = np.unravel_index(int(apart.argmax()), a.shape)
     if apart[worst] <= allowed:
         return None

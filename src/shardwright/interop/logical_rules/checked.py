@@ -154,7 +154,8 @@ class CheckedTable:
             axis, role = (target, Role.PARAM) if isinstance(target, str) else target
             annotation = [EMPTY] * len(shape)
             annotation[dim] = axis
-            # The error of `resolve` names the rule and the file, which the table does not have.
+            # Let `resolve` raise the error: its message names the rule and the file, which are not
+            # in the table.
             manager.resolve(*annotation, role=role, shape=shape)
 
 

@@ -13,7 +13,7 @@ from shardwright.strategy.limits import LONGEST_FILE
 
 RULES = "logical_axis_rules"
 REPLICATED_NAMES = "replicated"
-# Keys below this depth have no line of their own.
+# Keys that are nested deeper have no line of their own.
 _DEEPEST = 4
 _MOST_VALUES = 1_000_000
 

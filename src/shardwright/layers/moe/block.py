@@ -425,8 +425,8 @@ def _on_shard(
     y = combine(results, slots, routes.weights)
     if config.shared:
         y = y + _shared(config, dispatch, params, tokens)
-    # The sum of a token's copies is float32. The cast halves the bytes of the all-reduce for
-    # bfloat16.
+    # The sum of a token's copies is float32. Cast it before the all-reduce, which then sends half
+    # the bytes for bfloat16.
     y = y.astype(x.dtype)
     if dispatch.summed:
         y = jax.lax.psum(y, dispatch.summed)

@@ -58,7 +58,7 @@ def _names(kernels: Sequence[TimedOp], module: Module) -> dict[int, str]:
     nodes = {each.node: _stem(each.kernel) for each in kernels}
     last = max((node for node, stem in nodes.items() if stem in stems), default=-1)
     inner = [each for each in kernels if each.node > last]
-    # A node of XLA without a kernel of its own holds the graph of a library.
+    # A node of XLA without a kernel of its own contains the graph of a library.
     count = min((each.node for each in inner), default=last + 1)
     kinds = [nodes.get(node, _CALL) for node in range(count)]
     # A graph has a part of one computation: of the entry, or of the body of a loop.

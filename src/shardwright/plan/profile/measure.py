@@ -359,7 +359,7 @@ def _axes(
             seconds=sum(each.seconds for each in members),
             exposed=measured.exposed([each.op for each in members]),
             rate=sent / fastest if fastest else None,
-            # Mesh axes that only cross slices have no links.
+            # Mesh axes that only cross slices have no links, so they have no peak rate.
             peak=peak if peak and peak[1] else None,
         )
 

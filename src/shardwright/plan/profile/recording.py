@@ -87,7 +87,8 @@ def read_recording(trace: str | Path) -> Recording:
                 fix="pass the folder of jax.profiler.trace, or its *.xplane.pb",
             ) from error
         repeated = Counter(name for name, _, _ in own)
-        # A profile also lists programs that ran in this process before the profile began.
+        # Leave out programs that ran in this process before the profile began: a profile lists them
+        # too.
         seen = {key for _, _, _, key, _ in timed_ops}
         own = [each for each in own if repeated[each[0]] == 1 or each[1] in seen]
         repeated = Counter(name for name, _, _ in own)

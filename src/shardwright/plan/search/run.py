@@ -622,7 +622,8 @@ def _key(
             manager.mesh.axis_types,
             *(manager.answer(known.request).spec for known in traced.answers),
         )
-    # Each Explicit candidate has its own trace. With equal answers, its equations are equal too.
+    # Each Explicit candidate has its own trace. Leave out its number: with equal answers, the
+    # equations are equal too.
     number = -1 if traced.typed_for is not None else shared.number
     memory = (manager.rules.memory, manager.rules.saved)
     return number, answers, memory, tuple(each.dims for each in resolved)

@@ -135,7 +135,8 @@ def prove(
     Raises:
       ProgramError: A worker died or ran out of time, or the compiler cannot compile a program.
     """
-    # Compiled programs show arrays in host memory too, but without the paths of arguments.
+    # Compare arrays in host memory here, where their paths are known: compiled programs have no
+    # paths.
     hosted = [
         {
             place

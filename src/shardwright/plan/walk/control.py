@@ -253,7 +253,8 @@ def call(step: PlanStep) -> list[ShardedValue] | None:
         return None
     values = step.values[len(step.values) - len(body.invars) :]
     if step.parameters.get("differentiated") and step.parameters.get("prevent_cse"):
-        # An optimization barrier keeps XLA from moving the recomputation out of its loop.
+        # An optimization barrier keeps XLA from moving the recomputation out of its loop. So it
+        # runs in every step of the loop.
         values = [dataclasses.replace(value, runs=step.location.runs) for value in values]
         for value in values:
             if value.buffer is not None:

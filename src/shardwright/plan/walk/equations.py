@@ -103,7 +103,7 @@ def gather_key(equation: Any, equal: Mapping[Any, Any]) -> Any:
     if variable is None or isinstance(variable, Literal) or not _only_gathers(equation):
         return None
     inner, parameters = tuple(map(str, nested_jaxprs(equation))), equation.params
-    # Parameters of a call hold functions, and no two of them are equal.
+    # Leave out other parameters of a call: they contain functions, and no two functions are equal.
     how = (parameters.get("in_specs"), parameters.get("out_specs")) if inner else parameters
     return id(equal.get(variable, variable)), equation.primitive.name, inner, str(how)
 

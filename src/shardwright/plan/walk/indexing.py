@@ -91,7 +91,8 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
         step.doubt({axis for at in written for axis in value.dims[at]}, _WRITES)
     if not update.free:
         step.move(2, tuple(targets))
-    # XLA moves sharded indices only, and indices of several coordinates before it joins them.
+    # XLA moves only sharded indices. It moves indices of several coordinates earlier, before it
+    # joins them.
     if update.free or (not made and step.avals[1].shape[-1] == 1):
         windows = step.parameters["dimension_numbers"].update_window_dims
         if not step.whole(1).free:

@@ -151,7 +151,7 @@ def _gathered(
         if kept == dims[at]:
             continue
         # An all-gather joins neighboring blocks. The blocks of a major mesh axis are not neighbors
-        # while a minor one stays.
+        # while a minor one stays, so a permute comes first.
         if dims[at][: len(kept)] != kept:
             transfers.append(_transfer(Kind.PERMUTE, dims[at], tuple(dims), sizes))
         gathered = set(dims[at]) - set(kept)

@@ -159,7 +159,8 @@ class PlanStep:
         """
         value = dataclasses.replace(result, runs=most_runs(self.values))
         settled = self.ledger.settle(value, self.results[0], self.location, wanted=wanted)
-        # Two largest elements, for example, cannot be added before they are sent.
+        # XLA cannot merge this collective with an equal one: two largest elements, for example,
+        # cannot be added before they are sent.
         return dataclasses.replace(settled, summed=())
 
     def maybe_partial(self, at: int) -> ShardedValue:
