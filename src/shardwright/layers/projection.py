@@ -66,7 +66,7 @@ def gather_weights(
     Args:
       recipe: The recipe of the block, or None.
       params: `{name: {"kernel": ..., "bias": ...}}`, and norms.
-      specs: Their `ArraySpec`s.
+      specs: The `ArraySpec`s of `params`.
       path: Path of `params` in the model, or None.
 
     Raises:
@@ -118,7 +118,7 @@ def project(
 
     Args:
       x: `[..., *inputs]`.
-      weights: Of `gather_weights`.
+      weights: The result of `gather_weights`.
       out: Annotation of each result.
       axes: Annotation of `x`.
       recipe: The recipe of the block, or None.

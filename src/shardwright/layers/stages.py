@@ -95,7 +95,8 @@ class Stages:
 
         Args:
           params: All layers.
-          inputs: What layers read. Rows and streamed arrays of the microbatches are in `parts`.
+          inputs: The inputs of the layers. Rows and streamed arrays of the microbatches are in
+            `parts`.
           parts: (x, streamed, rows), each `[1, microbatches, rows, ...]`.
 
         Returns:

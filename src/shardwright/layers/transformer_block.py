@@ -378,7 +378,7 @@ def apply(
         rows, and MoE layers send these rows to no expert. The results of these rows have no
         meaning.
       encoded: As in `attention_block.apply`, for the cross-attention of every layer.
-      encoded_segment_ids: The same.
+      encoded_segment_ids: As in `attention_block.apply`.
       run: Function that runs the layers of a scan, such as `sw.pipeline`.
 
     Returns:

@@ -127,7 +127,7 @@ def _idle(
     """Return why a mesh axis is idle, and the severity; None if it is used.
 
     Args:
-      subject: What is checked.
+      subject: The strategy to check, with its mesh and tensors.
       axis: A mesh axis of more than one device.
       named: Mesh axes that rules name.
       used: Mesh axes that the tree is sharded over; None without a tree or without known sizes.

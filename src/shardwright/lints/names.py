@@ -57,7 +57,7 @@ def lint_names(annotations: Any, inferred: Inferred) -> tuple[Finding, ...]:
 
     Args:
       annotations: Tree like the parameters, with an annotation or an `ArraySpec` per array.
-      inferred: What `infer_axes` returns for the same parameters.
+      inferred: The result of `infer_axes` for the same parameters.
 
     Raises:
       StrategyError: The trees have other paths.

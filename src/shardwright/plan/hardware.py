@@ -89,7 +89,7 @@ class Chip:
       most_chips: Number of chips of the largest slice.
       wraps: A side is a ring if its length is a multiple of this number.
       flops: bfloat16 operations per second of one device, at peak.
-      fp8_flops: The same for float8.
+      fp8_flops: float8 operations per second of one device, at peak.
       f32_flops: float32 operations per second of one device, at JAX's default precision.
       hbm_bytes: Bytes of memory that a program may use on one device.
       hbm_rate: Bytes per second that one device reads or writes in its memory.

@@ -255,7 +255,7 @@ def trace_program(
 
     Args:
       manager: Strategy, mesh and mode.
-      program: What to trace.
+      program: The program to trace.
       topology: The slice that it runs on, or None.
       platform: The platform whose kernels it calls. Defaults to that of the slice, else to that of
         the mesh.

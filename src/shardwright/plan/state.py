@@ -59,7 +59,7 @@ class Cause:
       mesh_axis: The mesh axis.
       rule: The rule as written, `embed = "-"`, or "" if no rule decides.
       place: File, line and table of the rule.
-      why: What the rule did.
+      why: Why the array is not sharded over the mesh axis.
       saves: Bytes on each device that sharding the array over the mesh axis would save.
     """
 
@@ -75,7 +75,7 @@ class StateLeaf:
     """One array: its category, its bytes, and why it is replicated.
 
     Attributes:
-      category: What the array is for.
+      category: Category of the array.
       bytes: Its bytes.
       causes: One cause per mesh axis over which the array is replicated.
     """
@@ -131,7 +131,8 @@ class CountedArray:
       path: Its path.
       value: A value with a shape and a dtype.
       source: Its annotation as a request, or its sharding, or None if it is replicated.
-      category: What it is for. None means parameters if the array has the role param, else inputs.
+      category: Category of the array. None means parameters if the array has the role param, else
+        inputs.
     """
 
     path: str

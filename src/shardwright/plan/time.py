@@ -59,7 +59,7 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
     """Return the time of one run of a program.
 
     Args:
-      walked: What the program computes and sends.
+      walked: The operations and collectives of the program.
       layout: Assignment of its mesh axes to a slice.
       state_bytes: Bytes of the arguments on one device. Each argument is read at least once.
     """

@@ -175,7 +175,7 @@ def compare(
       group: The processes.
       topic: Name of the comparison.
       facts: This process's values.
-      what: What is compared, as the subject of messages.
+      what: The values that are compared, as the subject of messages.
       fix: How to fix a difference.
       patience: Seconds to wait for the other processes. The wait starts again as long as all absent
         processes compile, which their watchdogs report.
@@ -247,7 +247,7 @@ class Waiting:
     Args:
       group: The processes.
       meeting: The meeting of the call.
-      what: What is compared.
+      what: The values that are compared, for messages.
       detail: The call, for messages.
       patience: Seconds to wait.
     """
@@ -363,7 +363,7 @@ def disagreement(
 
     Args:
       sides: The rank and the facts of both processes.
-      what: What is compared.
+      what: The values that are compared, for messages.
       fix: How to fix a difference.
       suffix: Added to each fix.
     """

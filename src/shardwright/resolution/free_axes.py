@@ -30,7 +30,7 @@ class _Addition:
       key: Key of the policy. The field of `DimDecision` with the added mesh axes has the same name.
       only_free: Whether only dims without mesh axes may get some; then the largest dim is tried
         first. Otherwise every dim may get some, and the first dim that fits gets them.
-      none: What notes and errors say if no dim fits.
+      none: Text of notes and errors if no dim fits.
       then: How an array that no candidate fits is sharded if the rule ends in `-`.
     """
 

@@ -383,7 +383,7 @@ class AxisRules:
         attempts. One tuple for the activations of each of `MODES`, then one for the parameters of
         each. Else empty.
       memory: Where parameters and optimizer state live; the first rule that applies decides.
-      saved: What rematerialization saves, and where.
+      saved: Values that rematerialization saves, and where.
       known_axes: Every axis that an annotation may use.
     """
 
@@ -603,8 +603,8 @@ def build_rules(
       orders: Axis of every candidate of a table in the order in which they are written, by name of
         the table. Defaults to the order of the table. Only `policy.order = "rules"` needs it.
       memory: Where parameters and optimizer state live; the first rule that applies decides.
-      saved: What rematerialization saves, and where. Defaults to what each policy saves, on the
-        device.
+      saved: Values that rematerialization saves, and where. Defaults to the values that each policy
+        saves, on the device.
     """
 
     def layer(*names: str) -> RuleTable:

@@ -222,7 +222,7 @@ def bars(values: Mapping[str, float], text: Callable[[float], str], *, label: st
     Args:
       values: Name -> value.
       text: Returns the text beside the bar of a value.
-      label: What the picture shows, for readers who cannot see it.
+      label: Description of the picture, for readers who cannot see it.
     """
     # Avoid 0, because all values may be 0, and `room * value / most` divides by `most`.
     most = max(values.values(), default=0.0) or 1.0

@@ -67,7 +67,7 @@ class ShardPicture:
     """The devices that hold each block of an array. `print` shows text, and a notebook SVG.
 
     Attributes:
-      title: What is drawn.
+      title: Title of the picture.
       dims: The dims that are cut, in order.
       holders: The devices of each block, by the block's index along each of `dims`.
     """

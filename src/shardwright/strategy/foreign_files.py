@@ -23,7 +23,7 @@ def read_text(
       path: The file.
       most: Largest number of characters that are read.
       error: The class to raise.
-      fix: What to do if the file cannot be opened.
+      fix: How to fix a file that cannot be opened.
 
     Raises:
       ShardingError: The file cannot be read, is not UTF-8, or is too long.
@@ -52,7 +52,7 @@ def read_json(path: Path, *, error: type[ShardingError] = StrategyError, fix: st
     Args:
       path: The file.
       error: The class to raise.
-      fix: What to do if the file cannot be read or is not JSON.
+      fix: How to fix a file that cannot be read or is not JSON.
 
     Raises:
       ShardingError: The file cannot be read, is too long, or is not JSON.

@@ -42,7 +42,7 @@ def read_integer(
 
     Args:
       name: Name of the argument, for the message.
-      value: What the caller passed.
+      value: The value that the caller passed.
       error: Class of the error.
       least: Smallest allowed value.
       most: Largest allowed value. Defaults to no limit.

@@ -78,7 +78,7 @@ def annotate_boxes(
         the annotation of an array of this shape in the leaf, or appends a problem.
       is_named: Whether a leaf has names.
       moments: Path -> annotation, for arrays whose boxes have the names of their parameter's dims.
-      fix: What to do if no leaf has names.
+      fix: How to fix a model in which no leaf has names.
 
     Raises:
       ShardingError: `names` is not valid, or there are problems; all are reported at once.

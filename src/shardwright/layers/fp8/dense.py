@@ -61,7 +61,7 @@ def dense(
       x: `[..., *inputs]`.
       kernels: `[*inputs, *outputs]` by name: `stored(value, spec)`, which is gathered, or an array.
       recipe: A recipe or its name.
-      use: For delayed scaling: the result of `uses` for these kernels.
+      use: The result of `uses` for these kernels, with delayed scaling.
       biases: `[*outputs]` by name. Defaults to none.
       out: Annotation of each result. Without it, the compiler decides how the result is sharded.
       axes: Annotation of `x`, for error messages about blocks.

@@ -135,7 +135,7 @@ class Forward:
       ys: The results.
       amax_x: Largest absolute value of the input, or None for blocks.
       amax_kernels: Largest absolute value of each kernel, or Nones for blocks.
-      kept: What the backward pass needs, or None.
+      kept: Values that the backward pass needs, or None.
     """
 
     ys: tuple[Any, ...]
@@ -167,7 +167,7 @@ def forward(call: Fp8Call, x: Any, kernels: tuple[Any, ...], scales: Any, *, kee
       x: `[..., *inputs]`.
       kernels: `[*inputs, *outputs]` each, as stored.
       scales: (of `x`, of each kernel), or Nones unless the recipe is delayed scaling.
-      keep: Whether to return what the backward pass needs.
+      keep: Whether to return the values that the backward pass needs.
     """
     form, contract = call.recipe.forward, call.contract
     rows = x.ndim - contract
@@ -207,7 +207,7 @@ def backward(
 
     Args:
       call: The static part.
-      kept: What the forward pass has kept.
+      kept: Values that the forward pass has kept.
       grads: Gradient of each result.
       scales: Scale of each gradient, or Nones unless the recipe is delayed scaling.
     """

@@ -222,7 +222,7 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
     Args:
       recipe: The recipe.
       scaling: A tree of `DenseScaling`s.
-      seen: What the blocks returned as their state. Leading dims are uses.
+      seen: The states that the blocks returned. Leading dims are uses.
       sent: Gradient of the channel. Leading dims are uses.
 
     Returns:

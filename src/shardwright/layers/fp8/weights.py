@@ -160,7 +160,7 @@ def check_blocks(
       annotation: Annotation of the array, or None.
       shape: Global shape. Inside `shard_map`, the local shape.
       dim: The dim.
-      name: What the array is, for the message.
+      name: Name of the array, for the message.
       role: Activation or param.
       mode: Runtime mode.
       path: Path of a weight.

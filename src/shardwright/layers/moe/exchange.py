@@ -236,7 +236,7 @@ def padded_all_to_all(rows: Any, empty: Any, route: ExpertRoute, axes: Any, *, m
     Args:
       rows: [rows, embed].
       empty: Buffer of the result.
-      route: What is sent.
+      route: The route of the rows that are sent.
       axes: Mesh axes.
       most: Largest number of rows for one receiver.
     """

@@ -86,7 +86,7 @@ def search(
     refuses come last. The same arguments always give the same result.
 
     Args:
-      program: What to plan, or one program per mode. One strategy serves all of them.
+      program: The program to plan, or one program per mode. One strategy serves all of them.
       strategies: Name -> strategy with a `[mesh]`. Defaults to the presets `fsdp_tp` and
         `fsdp_tp_sp`, and `moe_ep` for a program with experts; for programs that do not train, to
         `serve_tp` and `serve_long_context`.

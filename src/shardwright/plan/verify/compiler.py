@@ -110,7 +110,7 @@ class Compiled:
     """The result of compiling a program.
 
     Attributes:
-      target: What it was compiled for.
+      target: The target that it was compiled for.
       collectives: Collectives of the compiled program.
       memory: Bytes on one device by name: `argument_size`, `output_size`, `alias_size`,
         `temp_size`, `peak_memory`, `host_argument_size`, `host_temp_size`. Empty if the compiler
@@ -229,7 +229,7 @@ def compile_exported(
 
     Args:
       exported: The program.
-      target: What to compile for.
+      target: The target to compile for.
       timeout: Seconds after which the worker is killed.
       cache: Folder of results. Defaults to none.
       lines: Source lines that the result names. If they change, the program is compiled again.

@@ -29,7 +29,7 @@ class DifferenceCause:
     """A reason why a compiled program sends other bytes than planned.
 
     Attributes:
-      what: What the compiler did.
+      what: The change that the compiler made, as text.
       adds: Bytes that one device sends in all runs for this reason; negative if the reason saves
         bytes.
       sources: Lines of the model where the compiled program has this pattern.

@@ -55,7 +55,7 @@ def export_program(
 
     Args:
       manager: Strategy, mesh and mode.
-      program: What to export.
+      program: The program to export.
       traced: Its trace, which has the annotations of the arguments and results.
       platform: `tpu`, `gpu` or `cpu`.
       chip: Name of the chip that kernels are made for. Required if the program calls one.

@@ -32,8 +32,8 @@ class ProgramSide:
 
     Attributes:
       exported: The program.
-      decided: What was resolved, in order: the place, and the resolution. An argument with its own
-        sharding has no resolution.
+      decided: Each resolved annotation, in order: its place, and its resolution. An argument with
+        its own sharding has no resolution.
       mesh: Size of each mesh axis.
     """
 
@@ -86,7 +86,7 @@ class Proof:
       collectives: Number of collectives of each side; (0, 0) if nothing was compiled.
       left: The first instruction that only the left side has, or None.
       right: The first instruction that only the right side has, or None.
-      what: What differs if it is not an instruction, or "".
+      what: A difference that is not an instruction, as text, or "".
       cause: The first annotation that is resolved differently, or None.
     """
 

@@ -88,7 +88,7 @@ def verify_plan(
 
     Args:
       manager: Strategy, mesh and mode.
-      program: What to verify.
+      program: The program to verify.
       topology: The slice that the mesh is on, such as `v5p:4x4x4`. By default, the program is
         compiled for CPUs.
       platform: `tpu`, `gpu` or `cpu`. Defaults to that of the topology, else to `cpu`.

@@ -62,7 +62,7 @@ class ProgramDifference:
         right one.
       right: The instruction of the right program, or None if all of its instructions are in the
         left one.
-      what: What differs if not an instruction, such as `the layout of the arguments`, or "".
+      what: A difference that is not an instruction, such as `the layout of the arguments`, or "".
     """
 
     left: Operation | None = None

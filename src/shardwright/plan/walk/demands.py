@@ -71,7 +71,7 @@ def far_demands(jaxpr: Any, near: Demands, sizes: Mapping[str, int]) -> Demands:
 
     Args:
       jaxpr: The equations.
-      near: What `demands` returned.
+      near: The result of `demands`.
       sizes: Size of each mesh axis.
     """
     far: Demands = {}

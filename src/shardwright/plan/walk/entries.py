@@ -19,7 +19,7 @@ class Buffer:
 
     Attributes:
       size: Bytes.
-      kind: What it is for: a category of arguments, `loops`, `temporary` or `results`.
+      kind: Its kind: a category of arguments, `loops`, `temporary` or `results`.
       operands: If a compiler may fuse the value: the buffers from which each use computes the
         value. None if a compiler may not fuse it.
       cheap: Whether it is fused even if it has several uses, such as a conversion or a reshape.
@@ -58,7 +58,7 @@ class Live:
     """Values of one kind, shape and line that are in memory at the time of the peak.
 
     Attributes:
-      kind: What they are for, as in `Buffer`.
+      kind: Their kind, as in `Buffer`.
       dtype: Element type, or "" for operands that a collective moves.
       shape: Shape on one device.
       source: Line of the model that makes them, `model.py:12`, or "".

@@ -104,7 +104,7 @@ def required_dims(
 
     Args:
       jaxpr: The program.
-      groups: What `equal_masks` returned.
+      groups: The result of `equal_masks`.
       outputs: The sharding that is required of each output, or None.
       sizes: Size of each mesh axis.
       target: Returns the sharding that a constraint requires, or None if it requires none.
@@ -158,7 +158,7 @@ def shared_mask(value: ShardedValue, dims: Dims, origins: Mapping[str, Origin]) 
 
     Args:
       value: The mask with the sharding of its operands.
-      dims: What `required_dims` returned for it.
+      dims: The result of `required_dims` for this mask.
       origins: Mesh axis -> an origin that explains it.
     """
     if value.free:

@@ -127,11 +127,11 @@ class DotProductAttention(Module):  # type: ignore[misc]
       transpose_batch_sequence: Whether arrays are `[length, batch, ...]`. None is False, with a
         warning.
       window_size: (left, right) positions around the query; a negative number means no bound.
-      max_segments_per_seq: For fused kernels; not used.
+      max_segments_per_seq: An option of fused kernels; not used.
       context_parallel_causal_load_balanced: Not supported.
       context_parallel_axis: Not supported.
-      context_parallel_strategy: For context parallelism; not used.
-      context_checkpoint_name: For fused kernels; not used.
+      context_parallel_strategy: An option of context parallelism; not used.
+      context_checkpoint_name: An option of fused kernels; not used.
       softmax_type: "vanilla", "off_by_one" or "learnable".
       score_mod: Not supported.
       score_mod_bprop: Not supported.
