@@ -62,7 +62,7 @@ def rope(
         A negative position marks padding: its row is rotated as at position 0, and attention
         ignores the row.
       theta: Base of the frequencies. Defaults to 10,000.
-      frequencies: `[points]`, in place of those of `theta`: point i is rotated by
+      frequencies: `[points]`, in place of the frequencies of `theta`: point i is rotated by
         `position * frequencies[i]`. With n points, only the first 2n elements of a head are
         rotated.
       scale: Factor of the rotated elements.

@@ -114,7 +114,7 @@ class Weight:
         return tuple(tuple(axis for axis in axes if axis in self.manual) for axes in leaf.split)
 
     def over(self, decision: DimDecision) -> tuple[str, ...]:
-        """Return the Manual mesh axes among those of a decision."""
+        """Return the Manual mesh axes of a decision."""
         return tuple(axis for axis in decision.mesh_axes if axis in self.manual)
 
 

@@ -49,7 +49,7 @@ class FittingMesh:
 
 
 def find_other_mesh(program: Program, manager: Manager, topology: Topology) -> FittingMesh | None:
-    """Return a mesh of the same slice that a program fits on, else one on which it is close.
+    """Return a mesh of the same slice that a program fits on, else a mesh on which it is close.
 
     In these meshes, one mesh axis has given a factor of its devices to another mesh axis. Of these
     meshes, those with the smallest state are planned.

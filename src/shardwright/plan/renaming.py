@@ -24,7 +24,7 @@ def find_renaming(
     old: Mapping[str, int],
     new: Mapping[str, int],
 ) -> dict[str, tuple[str, ...]] | None:
-    """Return the mesh axes that replace each old one, or None if the traces would differ.
+    """Return the mesh axes that replace each old mesh axis, or None if the traces would differ.
 
     Args:
       pairs: The spec of each answer on the old mesh and on the new one.

@@ -221,8 +221,9 @@ class Decider:
         return self.rules.stated(axis, mode=self.mode, role=self.role, path=self.path)
 
     def rule_for(self, dim: Dim, position: int) -> Chain | None:
-        """Return the rule of a dim. Return None if the dim has no rule, or if the rules of a
-        composite conflict; then add a problem.
+        """Return the rule of a dim, or None if it has no rule.
+
+        If the rules of a composite conflict, add a problem and return None.
         """
         # A weight layout such as `ColumnWise` stands for semantic axes only where a weight is
         # meant. For an activation its parallelism axes are taken literally.

@@ -566,7 +566,7 @@ def without_mesh_axis(rules: AxisRules, mesh_axis: str) -> AxisRules:
 
 
 def default_rule(axis: str) -> Rule | None:
-    """Return the rule of a parallelism axis for which the strategy has none: its own mesh axis."""
+    """Return the rule of a parallelism axis without a rule in the strategy: its own mesh axis."""
     name = PARALLELISM_AXES.get(axis)
     if name is None:
         return None
@@ -587,7 +587,7 @@ def build_rules(
     memory: Iterable[MemoryRule] = (),
     saved: SavedActivations | None = None,
 ) -> AxisRules:
-    """Build the rules: layer tables into one effective table per mode and role.
+    """Build the rules: merge the tables into one effective table per mode and role.
 
     Insert inherits from decode. `[modes.M]` never affects a parameter.
 

@@ -202,7 +202,8 @@ class Arrays(abc.ABC):
 
     @abc.abstractmethod
     def usage(self, slot_lengths: collections.abc.Sequence[int], free_pages: int) -> CacheUsage:
-        """Return what the caches hold. Numbers that the devices do not know come from the host.
+        """Return how much of the caches is used. Numbers that the devices do not know come from the
+        host.
 
         Args:
           slot_lengths: Tokens of each slot in the records of the host.

@@ -147,7 +147,7 @@ class Engine:
         Args:
           model: See `Model`. It is called under the manager, in prefill mode and in decode mode.
           params: The weights, sharded by the manager.
-          shape: Sizes of what the model stores in a cache.
+          shape: Sizes of the keys and values that the model stores in a cache.
           slots: Number of sequences that are decoded together.
           capacity: Tokens of a slot, including the prompt. Defaults to the window of a sliding
             cache.

@@ -268,7 +268,7 @@ class Loop:
             self._begin(part, [chunk.job for chunk in chunks], sampled.fetch, take)
 
     def _sequence(self, job: Job) -> SequenceState:
-        """Return what a call needs to know about a job that has a slot."""
+        """Return the values that a call needs of a job that has a slot."""
         assert job.slot is not None
         return SequenceState(
             slot=job.slot,

@@ -91,7 +91,7 @@ class Pages:
         return True
 
     def adopt(self, table: PageTable, tokens: Sequence[int], read: int) -> int:
-        """Share the pages of other requests that hold the next tokens.
+        """Share pages of other requests, if these pages have the next tokens.
 
         Args:
           table: The table of a request.

@@ -77,7 +77,7 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What `Sampled` holds, read by the host, as nested lists: a loop over them needs no NumPy.
+    """The values of a `Sampled` as nested lists on the host: a loop over lists needs no NumPy.
 
     Attributes:
       tokens: Tokens or codes.

@@ -198,7 +198,7 @@ class Scheduler:
         return {slot: (job, self.left(job, most)) for slot, job in self.decoding().items()}
 
     def cached(self, job: Job) -> int:
-        """Return how many tokens of a job its cache holds after the calls in flight."""
+        """Return how many tokens of a job are in its cache after the calls in flight."""
         if job.phase is not Phase.DECODING:
             return job.read
         # The last token of a text is not cached. A prompt that was just read has no text yet.

@@ -97,7 +97,7 @@ class PageSpace:
 
     @property
     def shared_pages(self) -> int:
-        """Number of pages that requests share with earlier ones instead of computing them again."""
+        """Number of pages that requests share with earlier requests instead of computing them."""
         return self.pool.hits
 
     @property

@@ -58,7 +58,7 @@ class Model(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """The sizes of what a model stores in a cache for a token.
+    """The sizes of the keys and values that a model stores in a cache.
 
     Attributes:
       layers: Number of layers. Each layer has a cache.

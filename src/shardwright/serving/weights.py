@@ -44,7 +44,7 @@ class Update:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that devices sent to other devices, or that the host sent, and `placed_bytes`."""
+        """Bytes that devices sent to other devices or that the host sent, plus `placed_bytes`."""
         return sum(plan.bytes_sent for plan in self.plans) + self.placed_bytes
 
     def __str__(self) -> str:

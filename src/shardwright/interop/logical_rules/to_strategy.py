@@ -254,7 +254,7 @@ def _until_replicated(pairs: Sequence[_Pair], notes: list[str]) -> list[_Pair]:
 
 
 def _one_each(pairs: Sequence[_Pair], semantics: Semantics, notes: list[str]) -> list[_Pair]:
-    """Return the last rule of each name; under "strict" a second one is an error."""
+    """Return the last rule of each name; under "strict" a second rule is an error."""
     last: dict[str, _Pair] = {}
     problems = []
     for pair in pairs:
@@ -380,7 +380,7 @@ def _between(
     second: Sequence[_Pair],
     targets: Mapping[str, Any],
 ) -> _Pair | None:
-    """Return another axis's rule, between the rules of two names, with one of their mesh axes."""
+    """Return a rule of another axis that is between two rules and shares one of their mesh axes."""
     places = {id(pair): at for at, pair in enumerate(pairs)}
     for one, other in zip(first, second, strict=False):
         # Rules apply in the order of the list. So only rules that stand between these two rules can

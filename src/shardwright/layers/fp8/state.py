@@ -79,7 +79,7 @@ class DenseScaling:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """What the backward pass of one matmul reports, as a gradient.
+    """The values that the backward pass of one matmul reports, as a gradient.
 
     Attributes:
       amax: Largest absolute value of the gradient of the result, float32.
@@ -93,7 +93,7 @@ class Channel:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DenseUse:
-    """What one use of the matmuls reads: scales, and its leaves of the channel.
+    """The values that one use of the matmuls reads: scales, and its leaves of the channel.
 
     Attributes:
       x: Scale of the input.
@@ -111,7 +111,7 @@ class DenseUse:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSeen:
-    """What the forward pass of the matmuls reports: largest absolute values, float32.
+    """The values that the forward pass of the matmuls reports: the largest absolute ones, float32.
 
     Attributes:
       x: Largest value of the input.
@@ -183,7 +183,7 @@ def new_channel(scaling: Any, *, uses: Sequence[int] | int = ()) -> Any:
 
 
 def uses(scaling: Any, channel: Any = None) -> Any:
-    """Return what the blocks take as `state`: the scales, and the leaves of one use.
+    """Return the argument `state` of the blocks: the scales, and the leaves of one use.
 
     Args:
       scaling: A tree of `DenseScaling`s.

@@ -107,7 +107,7 @@ def gather(manager: Any, x: Scaled, weight: StoredKernel) -> Scaled:
 
 
 def scatter(manager: Any, grad: Any, like: Any, weight: StoredKernel) -> Any:
-    """Return the gradient of a stored weight, given that of the gathered one.
+    """Return the gradient of a stored weight, given the gradient of the gathered weight.
 
     Args:
       manager: The manager of the forward pass, or None.

@@ -53,7 +53,7 @@ class MeasuredCollective:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredAxis:
-    """What semantic axes cause over some mesh axes, in one run on one device.
+    """The traffic that semantic axes cause over some mesh axes, in one run on one device.
 
     Attributes:
       axes: The semantic axes. Several entries are alternatives: their lines and sizes are equal.

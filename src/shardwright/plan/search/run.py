@@ -611,7 +611,7 @@ class _Search:
 def _key(
     shared: _Shared, manager: PartitionManager, resolved: Sequence[ResolvedAnnotation]
 ) -> tuple[Any, ...]:
-    """Return what a walk of one mode depends on, beside the sizes of the mesh."""
+    """Return the values that a walk of one mode depends on, beside the sizes of the mesh."""
     traced = shared.trace
     answers: tuple[Any, ...] = ()
     if not traced.fits_all:

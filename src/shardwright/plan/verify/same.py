@@ -129,7 +129,7 @@ class _DigestedProgram:
         return _COMMENT.sub("", line.partition(" = ")[2].partition(f" {instruction.opcode}(")[0])
 
     def operation(self, computation: str, instruction: Instruction | None) -> Operation | None:
-        """Return what a report shows of an instruction."""
+        """Return the parts of an instruction that a report shows."""
         if instruction is None:
             return None
         shapes = [f"{each.dtype}[{','.join(map(str, each.dims))}]" for each in instruction.shapes]

@@ -141,7 +141,7 @@ class Work:
     host_bytes: int = 0
 
     def __add__(self, other: Work) -> Work:
-        """Return the work of both."""
+        """Return the sum of both amounts of work."""
         return Work(
             flops=self.flops + other.flops,
             min_flops=self.min_flops + other.min_flops,

@@ -391,11 +391,12 @@ def _late(entries: Sequence[Entry]) -> list[Entry]:
 def _depth_first(entries: Sequence[Entry], results: Iterable[Buffer]) -> list[Entry]:
     """Return equations in the order of XLA's depth-first scheduler (`DFSMemoryScheduler`).
 
-    Each equation is right before the first equation that reads it. The operands of an equation are
-    sorted. For each operand, the extra readers of all values from which it is computed are counted:
-    the largest count comes first, then the most bytes. The results of the program are sorted in the
-    same way. No equation reads the gradients of weights, so the backward pass may run before the
-    matmuls of these gradients. Then all that these matmuls read is in memory at the same time.
+    Each equation comes directly before the first equation that reads its result. The operands of an
+    equation are sorted. For each operand, the extra readers of all values from which it is computed
+    are counted: the largest count comes first, then the most bytes. The results of the program are
+    sorted in the same way. No equation reads the gradients of weights, so the backward pass may run
+    before the matmuls of these gradients. Then all that these matmuls read is in memory at the same
+    time.
     """
     makers: dict[Buffer, int] = {}
     for at, entry in enumerate(entries):

@@ -83,7 +83,7 @@ def cross_attention_of(
     Args:
       layer: The layer.
       inputs: Input of the layer, and output of the encoder.
-      mask: Where it is 1, a pair is hidden.
+      mask: Mask of pairs: where it is 1, the pair is hidden.
       start: Position of the first query, None if the layer does not decode.
     """
     fields: dict[str, Any] = {"attn_mask_type": "padding", "attn_bias_type": "no_bias"}
@@ -162,7 +162,7 @@ def output_norm_of(layer: Any) -> LayerNorm:
 def add(
     layer: Any, branch: Any, residual: Any, *, deterministic: bool, drop_path: float = 0.0
 ) -> Any:
-    """Add a branch to the residual, after dropout of its elements and of whole sequences."""
+    """Drop elements of a branch and whole sequences of it, then add it to the residual."""
     names, stream = residual_names(layer), layer.dropout_rng_name
     branch, residual = constrain(branch, names), constrain(residual, names)
     drop = Dropout(layer.hidden_dropout, layer.hidden_dropout_dims, stream)
