@@ -111,7 +111,7 @@ def known_of(name: str) -> tuple[Correspondence, Any, list[Any]]:
     (equation,) = jax.make_jaxpr(function)(*arrays).jaxpr.eqns
     known = correspondence(equation)
     assert known is not None
-    return known, function, arrays
+    return known, jax.jit(function), arrays
 
 
 def slices(shape: tuple[int, ...], side: FactorsByDim, known: Correspondence, factor: int) -> Any:

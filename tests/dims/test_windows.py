@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import jax
@@ -14,16 +13,26 @@ from shardwright.dims.windows import windows_of
 
 
 def test_reach_is_what_each_part_depends_on() -> None:
-    different = []
     images = jnp.eye(32)[:, :, None]  # one for each element, so that the results are a Jacobian
-    for size, stride, padding, dilation, spread in itertools.product(
-        (2, 3, 5), (1, 2), ((0, 0), (2, 1)), (1, 2), (1, 2)
-    ):
-        arguments = (images, jnp.ones((size, 1, 1)), (stride,), (padding,), (spread,), (dilation,))
-        options = {"dimension_numbers": ("NHC", "HIO", "NHC")}
-        needed = np.asarray(lax.conv_general_dilated(*arguments, **options))[..., 0].T != 0
-        convolve = functools.partial(lax.conv_general_dilated, **options)
-        (window,) = windows_of(jax.make_jaxpr(convolve, (2, 3, 4, 5))(*arguments).eqns[0])
+    cases = itertools.product((2, 3, 5), (1, 2), ((0, 0), (2, 1)), (1, 2), (1, 2))
+
+    def convolve() -> list[jax.Array]:
+        return [
+            lax.conv_general_dilated(
+                *(images, jnp.ones((size, 1, 1)), (stride,), (padding,), (spread,), (dilation,)),
+                dimension_numbers=("NHC", "HIO", "NHC"),
+            )
+            for size, stride, padding, dilation, spread in cases
+        ]
+
+    different = []
+    traced = jax.jit(convolve).trace()
+    equations = [each for each in traced.jaxpr.eqns if each.primitive is lax.conv_general_dilated_p]
+    results = traced.lower().compile()()
+    assert len(equations) == len(results) == 48
+    for equation, result in zip(equations, results, strict=True):
+        needed = np.asarray(result)[..., 0].T != 0
+        (window,) = windows_of(equation)
         for parts in (2, 4):
             if needed.shape[0] % parts:
                 continue

@@ -64,7 +64,7 @@ def test_step_with_zero1(preset: str, kind: str) -> None:
     run = pm.jit_step(step, state, {"tokens": ROWS, "labels": ROWS}, donate=False)
     placed = pm.shard(batch, {"tokens": ROWS, "labels": ROWS})
     compiled = run.lower(state, placed).compile()
-    after, seen = run(state, placed)
+    after, seen = compiled(state, placed)
     trace = after["moments"][0].trace
     blocks.assert_close((seen, trace), (value, grads), rtol=1e-5)
     wanted = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
@@ -115,6 +115,15 @@ def noisy_sums(w: Any, batch: Any, key: Any) -> Any:
     return Weighted(total, count), {"largest": jnp.max(errors), "count": count}
 
 
+@jax.jit
+def noisy_microbatch(params: Any, part: Any, key: Any) -> Any:
+    def total(params: Any) -> Any:
+        loss, seen = noisy_sums(params, part, key)
+        return loss.total, (loss.weight, seen)
+
+    return jax.value_and_grad(total, has_aux=True)(params)
+
+
 MLP_SPECS = {
     "up": sw.ArraySpec((16, 32), np.float32, (sw.EMBED, sw.MLP_INTERMEDIATE)),
     "down": sw.ArraySpec((32, 16), np.float32, (sw.MLP_INTERMEDIATE, sw.EMBED)),
@@ -140,13 +149,8 @@ def test_dropout_and_auxiliary_outputs(preset: str, kind: str) -> None:
     for device in range(devices):
         for at in range(n):
             part = {name: value[device, at] for name, value in rows.items()}
-
-            def total(params: Any, part: Any = part, at: int = device * n + at) -> Any:
-                own = jax.random.fold_in(key, at)
-                loss, seen = noisy_sums(params, part, own)
-                return loss.total, (loss.weight, seen)
-
-            (value, (count, seen)), gradient = jax.value_and_grad(total, has_aux=True)(params)
+            own = jax.random.fold_in(key, device * n + at)
+            (value, (count, seen)), gradient = noisy_microbatch(params, part, own)
             grads.append(gradient)
             totals.append(value)
             counts.append(count)
