@@ -154,6 +154,9 @@ def test_bad_question_has_message_and_fix(
 PROBE = """
 import sys
 from shardwright.cli.main import main
+main(["--help"])
+main(["presets"])
+assert "shardwright.plan" not in sys.modules
 from shardwright.testing.golden import Golden
 code = main(sys.argv[1:])
 import jax
@@ -163,6 +166,7 @@ sys.exit(code)
 
 
 def test_plan_starts_no_backend(tmp_path: Path) -> None:
+    """Nor is the planner imported for `--help`."""
     model = tmp_path / "planned_model.py"
     model.write_text(MODEL, encoding="utf-8")
     words = f"plan {model}:small --strategy fsdp_tp --mesh fsdp:4,tp:2 --topology v5e:2x4 --json"

@@ -185,14 +185,6 @@ def test_reader_may_close_the_pipe(words: list[str], folder: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_help_does_not_import_the_planner() -> None:
-    code = (
-        "import sys\nfrom shardwright.cli.main import main\nmain(['--help'])\nmain(['presets'])\n"
-        "assert 'shardwright.plan' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-
-
 @pytest.mark.full
 def test_commands_start_no_backend(folder: Path) -> None:
     (folder / "weights.json").write_text(
