@@ -172,7 +172,7 @@ class ShardingError(ValueError):
 
 
 class UnknownAxisError(ShardingError):
-    """A name is neither an axis of the vocabulary nor one that the strategy declares."""
+    """A name is neither an axis of the vocabulary nor an axis that the strategy declares."""
 
 
 class MissingMeshAxisError(ShardingError):

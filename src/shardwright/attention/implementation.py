@@ -135,7 +135,7 @@ def register(implementation: Implementation) -> Implementation:
     module, the new one replaces it. A notebook cell may therefore run twice.
 
     Raises:
-      AttentionError: The value is not an `Implementation`, or another one has its name.
+      AttentionError: The value is not an `Implementation`, or another implementation has its name.
     """
     global _own  # noqa: PLW0603  the only place that writes it
     if not isinstance(implementation, Implementation):

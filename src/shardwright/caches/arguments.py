@@ -33,7 +33,7 @@ def check_append(spec: CacheSpec, k: Any, v: Any, valid: Any) -> None:
     """Check the arguments of `append`.
 
     Raises:
-      CacheError: Shapes or dtypes do not fit the cache; all problems at once.
+      CacheError: Shapes or dtypes do not fit the cache; all problems are reported.
     """
     rows = (spec.batch, _dim(k, 1) or _dim(v, 1) or 1, spec.kv_heads)
     keys = array((*rows, spec.head_dim), dtype=spec.dtype, layout=_KEYS, cast=_CAST + _CREATE)
@@ -45,10 +45,10 @@ def check_append(spec: CacheSpec, k: Any, v: Any, valid: Any) -> None:
 
 
 def check_source(spec: CacheSpec, source: CacheSpec) -> None:
-    """Check that sequences of one cache fit into another one.
+    """Check that sequences of one cache fit into another cache.
 
     Raises:
-      CacheError: Sizes or dtypes differ; all problems at once.
+      CacheError: Sizes or dtypes differ; all problems are reported.
     """
     names = ("kv_heads", "head_dim", "v_dim", "dtype")
     pairs = [(name, getattr(source, name), getattr(spec, name)) for name in names]

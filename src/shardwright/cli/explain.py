@@ -250,7 +250,7 @@ def _groups(modes: Mapping[str, Resolution]) -> list[tuple[list[str], Resolution
     for name, resolution in modes.items():
         problems = [(problem.error, problem.what, problem.dim) for problem in resolution.problems]
         # A decision contains its rule. So modes with equal specs from different rules are shown
-        # apart.
+        # separately.
         key = (resolution.decisions, resolution.memory, resolution.notes, problems)
         if key not in keys:
             keys.append(key)

@@ -85,7 +85,7 @@ def unstack(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def dim_slice(step: InferenceStep, whole: AtomDim, size: int, start: int | None = None) -> AtomDim:
-    """Return a dim that is a slice of another one.
+    """Return a dim that is a slice of another dim.
 
     Args:
       step: The equation that cuts.

@@ -181,8 +181,8 @@ def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
       params: Arrays, or anything else with a shape.
 
     Raises:
-      StrategyError: No rule matches a path (all such paths at once), or a pattern is invalid. (It
-        is a ValueError.)
+      StrategyError: No rule matches a path (all such paths are reported), or a pattern is invalid.
+        (It is a ValueError.)
       RankMismatchError: A spec is longer than its array, as for factored moments of an optimizer.
       NoManagerError: A rule has semantic axes, and there is no ambient manager.
       ShardingError: Axes do not resolve.

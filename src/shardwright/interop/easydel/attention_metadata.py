@@ -491,7 +491,7 @@ def create_stable_sharding(
     dep: Any = True,
     tensor: Any = None,
 ) -> PartitionSpec | None:
-    """Return a spec that keeps some dims of another one.
+    """Return a spec that keeps some dims of another spec.
 
     Args:
       manager: A manager whose mesh is that of the specs.

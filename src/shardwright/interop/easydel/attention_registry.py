@@ -140,7 +140,7 @@ class AttentionImpl(abc.ABC):
         dep: Any = True,
         tensor: Any = None,
     ) -> PartitionSpec | None:
-        """Return a spec that keeps some dims of another; see `create_stable_sharding`."""
+        """Return a spec that keeps some dims of another spec; see `create_stable_sharding`."""
         return attention_metadata.create_stable_sharding(
             self.metadata.partition_manager, state_ps, preserved_indices, clone_ps, dep, tensor
         )
@@ -195,7 +195,7 @@ class AttentionRegistry:
 
         Raises:
           AttentionError: The class is not an `AttentionImpl`, lacks a method, or uses the name of
-            another one.
+            another class.
         """
         if not (isinstance(implementation, type) and issubclass(implementation, AttentionImpl)):
             raise AttentionError(
