@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -203,21 +204,19 @@ def serve(here: Session) -> None:
     here.step(4, seed=6, valid=RAGGED)
 
 
-QUICK_CELLS = {
-    ("dense", "all of them"),
-    ("sliding", "all of them"),
-    ("sliding", "one device"),
-    ("quantized ring", "length"),
-    ("paged", "length"),
+# Each kind of cache is on each mesh that shards its length, and on one that does not.
+FULL_CELLS = {
+    (name, place)
+    for at, name in enumerate(CACHES)
+    for place in ("length", "all of them", ("batch", "heads", "more shards than kv heads")[at % 3])
 }
 
 
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        pytest.param(name, place, marks=[] if (name, place) in QUICK_CELLS else pytest.mark.full)
-        for name in CACHES
-        for place in PLACES
+        pytest.param(*cell, marks=() if cell in FULL_CELLS else pytest.mark.product)
+        for cell in itertools.product(CACHES, PLACES)
     ],
 )
 @pytest.mark.full(but=["dense-all of them"])
