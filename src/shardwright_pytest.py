@@ -180,7 +180,7 @@ def _mesh_case(request: pytest.FixtureRequest) -> Any:
 def _nothing_left() -> Iterator[None]:
     """Reset a mesh or a manager that a test leaves set, and fail that test.
 
-    Otherwise the next test would run under it.
+    Otherwise the next test would run under that mesh or manager.
     """
     from shardwright.testing import pytest_plugin
 

@@ -364,8 +364,8 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
 def _absent(merged: _MaxTextConfig, mesh: Mapping[str, int], notes: list[str]) -> dict[str, int]:
     """Return the mesh axes of MaxText that rules name and the mesh lacks, with size 1.
 
-    In MaxText, a dim can be sharded over such an axis, so a later dim cannot. The axis is left out
-    of the spec only after that.
+    In MaxText, a dim can be sharded over an absent mesh axis, and a later dim then cannot use this
+    axis. Only after that does MaxText leave the axis out of the spec.
     """
     written = [rule[1] for rule in merged.rules if _name(rule)]
     # A value that is not the name of a mesh axis is reported later.

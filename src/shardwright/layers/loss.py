@@ -141,7 +141,7 @@ def cross_entropy(
         their labels are ignored.
       head: As stored: `[embed, vocab]`, or the embedding table `[vocab, embed]`.
       labels: `[batch, length]` integers below vocab. Inside `jit`, labels have no values yet, so a
-        larger label is not refused: its token counts as one whose logit is 0.
+        larger label is not refused: the logit of such a label counts as 0.
       tied: Whether `head` is the embedding table.
       chunks: Number of parts. It must divide the length. If the length is sharded, it must divide
         the length of a shard. If devices have different sequences, each part sums the gradient of

@@ -76,10 +76,10 @@ def pipeline(
 
     Raises:
       IndivisibleError: The layers do not divide over pp, or the rows over the microbatches.
-      RankMismatchError: In a pipeline, the first dim of an array does not count the rows of the
-        batch, or, in `per_layer`, the layers.
-      LayerError: The leading dims of parameters do not count the layers, or a `shard_map` surrounds
-        the call of a pipeline. Or the schedule is "1f1b", which needs `pipeline_loss`.
+      RankMismatchError: In a pipeline, the size of the first dim of an array is not the number of
+        rows of the batch or, in `per_layer`, of layers.
+      LayerError: The leading dims of parameters do not have one index per layer, or a `shard_map`
+        surrounds the call of a pipeline. Or the schedule is "1f1b", which needs `pipeline_loss`.
     """
     inputs = LayerInputs(number=None, keys=keys, rows=rows, streamed=streamed, per_layer=per_layer)
     given = (layer, params, x, inputs)
@@ -123,8 +123,8 @@ def read_stack(
     """Check the arguments of a pipeline.
 
     Returns:
-      The parameters, gathered if `[pipeline]` says "once"; their leading dims that count layers;
-      and the stages, or None if the layers run as one scan.
+      The parameters, gathered if `[pipeline]` says "once"; their leading dims with one index per
+      layer; and the stages, or None if the layers run as one scan.
 
     Raises:
       ShardingError: As `pipeline` raises it.
@@ -189,7 +189,7 @@ def ambient_pipeline() -> Pipeline | None:
 
 
 def _lead(params: Any, specs: Any, repeats: int) -> tuple[int, ...]:
-    """Return the leading dims that count layers.
+    """Return the leading dims, which have one index per layer.
 
     Raises:
       LayerError: The leading dims differ between arrays, or are not those of the specs.
@@ -221,7 +221,7 @@ def _lead(params: Any, specs: Any, repeats: int) -> tuple[int, ...]:
 
 
 def check_sizes(trees: dict[str, Any], size: int, what: str, *, may_be_one: bool = False) -> None:
-    """Check that the first dim of each array counts rows, or layers.
+    """Check that the first dim of each array has one index per row, or per layer.
 
     Raises:
       RankMismatchError: The first dim has another size. With `may_be_one`, it may be 1 or missing.

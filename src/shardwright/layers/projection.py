@@ -158,7 +158,7 @@ def project(
 
 
 def parts_of(recipe: Recipe | None, state: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the state of each group of matmuls; it is None without a recipe or such states.
+    """Return the state of each group of matmuls, or None for each without a recipe or a state.
 
     Raises:
       LayerError: The groups of the state are not those of the block.

@@ -24,8 +24,8 @@ class RelativeBiasConfig:
 
     Attributes:
       heads: Heads of queries.
-      buckets: Number of buckets. Of the buckets of a direction, one half holds one distance per
-        bucket. In the other half, each bucket holds a range of distances, and the ranges grow
+      buckets: Number of buckets. In one half of the buckets of a direction, each bucket has one
+        distance. In the other half, each bucket has a range of distances, and the ranges grow
         logarithmically.
       max_distance: From this distance on, all keys are in the last bucket.
       bidirectional: Whether keys after the query have buckets of their own: the second half.

@@ -301,7 +301,7 @@ def unstack_state(config: TransformerConfig, state: StackState) -> StackState:
       state: Biases as they were trained, and with delayed scaling `fp8.uses(scaling)`.
 
     Raises:
-      LayerError: The state is not one of this config.
+      LayerError: The state does not belong to this config.
     """
     _check_state(config, state)
 
@@ -533,7 +533,7 @@ def _scan(
 def _over_microbatches(after: Any) -> Any:
     """Return the state of an MoE layer, given a state with a leading dim of microbatches.
 
-    Router losses are means over tokens, so their mean over equal microbatches is one as well.
+    Router losses are means over tokens, and so is their mean over equal microbatches.
     """
     if after is None:
         return None

@@ -145,8 +145,8 @@ class PartitionManager(Manager):
     ) -> NamedSharding:
         """Return the sharding of an annotation. Equal specs give the identical object.
 
-        The arguments are those of `explain`. `memory_kind` defaults to what `[memory]` of the
-        strategy says, else to the default memory of the devices.
+        The arguments are those of `explain`. `memory_kind` defaults to the memory in `[memory]` of
+        the strategy, else to the default memory of the devices.
 
         Raises:
           ShardingError: The annotation does not resolve. The error has the `problems` of `explain`.
@@ -258,7 +258,7 @@ class PartitionManager(Manager):
         processes compare this data at each call.
 
         Args:
-          local: The part of this process: a NumPy array, or what `np.asarray` takes.
+          local: The part of this process: a NumPy array, or a value that `np.asarray` accepts.
           *axes: Annotation of the global array.
           global_shape: Global shape. Defaults to the shape that the local shape and the spec imply.
           mode: Runtime mode. Defaults to the manager's mode.
@@ -622,7 +622,7 @@ class PartitionManager(Manager):
             arrays.
           piece: Bytes of a piece, summed over all devices, as an integer or as text. Defaults to 64
             MiB. A larger leaf moves in several pieces.
-          donate: Delete each source array after its leaf has moved. Defaults to False.
+          donate: Whether each source array is deleted after its leaf has moved. Defaults to False.
           dtype: Floating-point dtype of floating-point leaves after the move. Defaults to that of
             each leaf. Leaves are cast before they are sent if that does not make them larger.
 
@@ -671,8 +671,8 @@ class PartitionManager(Manager):
           tree: Tree of arrays or NumPy arrays, on any mesh or none.
           specs: As for `plan_reshard`.
           piece: As for `plan_reshard`.
-          donate: Delete each source array after its leaf has moved, so that the peak is lower.
-            Defaults to False.
+          donate: Whether each source array is deleted after its leaf has moved, so that the peak is
+            lower. Defaults to False.
           dtype: As for `plan_reshard`.
           progress: Called after each piece. Defaults to a line in the log `shardwright.reshard`
             every five seconds.

@@ -53,7 +53,7 @@ def place(
     strict: bool = True,
     path: str | None = None,
 ) -> Any:
-    """Place an array, or the arrays of a tree: what `shard` (strict) and `hint` do.
+    """Place an array, or the arrays of a tree, as `shard` (strict) and `hint` do.
 
     Args:
       manager: The manager.

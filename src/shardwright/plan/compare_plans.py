@@ -225,7 +225,7 @@ def _lines(plan: Mapping[str, Any]) -> dict[str, frozenset[Hashable]]:
 
 
 def _places(plan: Mapping[str, Any], moved: Mapping[str, str]) -> dict[str, str]:
-    """Return the place of each line of the left plan that has another place in the right plan.
+    """Return the text for each line of the left plan that is another line in the right plan.
 
     A line that moved has its new number. A line that is gone, and whose number another line has
     now, is marked `(before)`.

@@ -1,4 +1,4 @@
-"""Bytes of what a program holds between steps: parameters, gradients, optimizer state, caches.
+"""Bytes that a program keeps between steps: parameters, gradients, optimizer state, caches.
 
 Counts are exact and need neither a function nor a device. If an array is replicated over a mesh
 axis, the count names the cause: the rule that shards no dim of the array over this axis.
@@ -87,7 +87,7 @@ class StateLeaf:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """What a program holds between steps.
+    """The arrays that a program keeps between steps.
 
     Attributes:
       leaves: One entry per array, in flattening order.

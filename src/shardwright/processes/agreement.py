@@ -49,7 +49,7 @@ def meet(
       mesh: Mesh of the manager. Nothing happens on a mesh of one process.
       options: Whether to compare, and the seconds of the watchdog.
       name: Name of the manager in messages.
-      facts: Returns what must be equal in all processes.
+      facts: Returns the values that must be equal in all processes.
 
     Raises:
       AgreementError: See `agree_on_manager`.

@@ -1,10 +1,10 @@
 """A meeting of processes in JAX's coordination store: all arrive, and all get one verdict.
 
-Each process announces itself, counts itself, and waits for one key, so the number of its messages
-does not depend on the number of processes. The process that arrives last reads what the others
-have announced, and writes the verdict. While others wait, the process that arrived first acts for
-all: it reads which processes are absent, and why. If a wait fails, it fails for all processes, and
-their next call is a new attempt.
+Each process announces itself, adds 1 to a counter, and waits for one key, so the number of its
+messages does not depend on the number of processes. The process that arrives last reads what the
+others have announced, and writes the verdict. While others wait, the process that arrived first
+acts for all: it reads which processes are absent, and why. If a wait fails, it fails for all
+processes, and their next call is a new attempt.
 """
 
 from __future__ import annotations

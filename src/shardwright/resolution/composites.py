@@ -100,7 +100,7 @@ class Composite:
 
     @property
     def fallback(self) -> Fallback:
-        """What applies if no candidate fits.
+        """The fallback that applies if no candidate fits.
 
         This is `-` if each member is allowed to add no mesh axes, and at least one rule ends in
         `-`; else none.

@@ -24,7 +24,7 @@ from shardwright.vocabulary.lowering import Dim
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Addition:
-    """What differs between the policies that add mesh axes.
+    """The differences between the policies that add mesh axes.
 
     Attributes:
       key: Key of the policy. The field of `DimDecision` with the added mesh axes has the same name.

@@ -110,7 +110,7 @@ def _layers_of(stage: int, chunk: int, size: int, repeats: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """What a stage does in a tick.
+    """The work of a stage in a tick.
 
     Attributes:
       forward: Index of the microbatch whose forward pass it runs, or None.
@@ -128,7 +128,7 @@ ScheduleTable = tuple[tuple[StageWork, ...], ...]  # [tick][stage]
 
 
 def schedule_table(pipeline: Pipeline, stages: int) -> ScheduleTable:
-    """Return what each stage does in each tick of a training step.
+    """Return the work of each stage in each tick of a training step.
 
     With m microbatches, R repeats and S stages, gpipe and circular run m R + S - 1 ticks forward,
     and the same ticks backward in reverse. 1f1b runs m + 2 S - 2 ticks: the last stage runs a

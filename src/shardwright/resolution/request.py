@@ -108,7 +108,7 @@ def _lower_fitted(
 ) -> tuple[Lowered, tuple[str, ...]]:
     """Lower an annotation.
 
-    Lower an annotation. Under `rank = "fit"`, cut or pad its dims to the array's rank, with a note.
+    Under `rank = "fit"`, cut or pad its dims to the array's rank, with a note.
     """
     try:
         return lower(annotation, shape), ()

@@ -120,7 +120,7 @@ class Rule:
 
     Attributes:
       candidates: Mesh axes, in the order in which they are tried.
-      fallback: What applies if no candidate fits.
+      fallback: The fallback that applies if no candidate fits.
       ref: Where the rule is written.
       refs: Where each candidate is written, if the candidates are on different lines.
       of_one: The rule of a dim of size 1. None means this rule.

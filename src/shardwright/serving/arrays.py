@@ -202,8 +202,9 @@ class Arrays(abc.ABC):
 
     @abc.abstractmethod
     def usage(self, slot_lengths: collections.abc.Sequence[int], free_pages: int) -> CacheUsage:
-        """Return how much of the caches is used. Numbers that the devices do not know come from the
-        host.
+        """Return the numbers of tokens and pages in the caches.
+
+        Numbers that the devices do not know come from the host.
 
         Args:
           slot_lengths: Tokens of each slot in the records of the host.

@@ -31,7 +31,7 @@ class Setup:
       manager: Manager for insert and decode. None means that nothing is sharded.
       prefill_manager: Manager for prefill.
       prefill_params: The weights, sharded for prefill.
-      shape: Sizes of the values that the model stores in a cache.
+      shape: Sizes of the keys and values that the model stores in a cache.
       kind: Kind of the slots' caches.
       options: Options of that kind.
       slots: Sequences that are decoded together.

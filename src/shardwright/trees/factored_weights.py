@@ -230,7 +230,7 @@ def low_rank(
     Raises:
       RankMismatchError: No inputs or no outputs are left.
       StrategyError: The weight is not an `ArraySpec`; it is a stack of layers or experts and
-        `leading` does not count that dim; the rank is below 1; or the dtype is not a float.
+        `leading` does not include that dim; the rank is below 1; or the dtype is not a float.
     """
     _require_spec(spec, path)
     outputs_start = leading + inputs

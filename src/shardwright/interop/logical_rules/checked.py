@@ -146,8 +146,8 @@ class CheckedTable:
     def _resolve(self, shape: Sequence[Any], dim: int, name: str) -> None:
         """Raise the error of the resolver, if it raises one.
 
-        It raises none if the rule has a fallback. nnx cannot use the fallback, so the caller then
-        raises its own error.
+        The resolver raises none if the rule has a fallback. nnx cannot use the fallback, so the
+        caller then raises its own error.
         """
         target, manager = dict(self.names).get(name), context.current()
         if target is not None and manager is not None:

@@ -92,7 +92,8 @@ def annotate(model: Any, names: Names, *, params: Any = None) -> Any:
     The modules of `layers` have their own axes.
 
     Args:
-      model: A module, an optimizer or their `nnx.State`; or what `nnx.eval_shape` returns for one.
+      model: A module, an optimizer or their `nnx.State`; or the result of `nnx.eval_shape` for one
+        of these.
       names: Name in the model -> (axis, role), or an axis for both roles.
       params: The model that an optimizer updates. An optimizer with factored moments, such as
         `optax.adafactor`, needs it, because each moment has only some dims of its parameter.
@@ -153,7 +154,8 @@ def arrays(model: Any) -> Any:
     """Return the state of a model without metadata, as `nnx.update` takes it.
 
     Args:
-      model: A module, an optimizer or their `nnx.State`; or what `nnx.eval_shape` returns for one.
+      model: A module, an optimizer or their `nnx.State`; or the result of `nnx.eval_shape` for one
+        of these.
     """
     return jax.tree.map(_value, _state(model), is_leaf=_is_variable)
 

@@ -159,8 +159,8 @@ def attend(
       bias: Broadcasts to `[batch, heads, q_length, kv_length]`.
       offset: `[1, heads, 1, 1]`, for the learned softmax.
       dropout_key: A JAX key. None drops nothing.
-      start: Position of the first query, if the keys come from a cache. Defaults to 0, or to what
-        the mask type says.
+      start: Position of the first query, if the keys come from a cache. Defaults to the position
+        that the mask type implies, mostly 0.
 
     Raises:
       LayerError: The mask type needs a mask, or bias and bias type do not agree.
@@ -217,7 +217,8 @@ def hidden_pairs(
       q_length: Number of queries.
       kv_length: Number of keys, at the positions from 0 on.
       mask: Where it is 1, the pair is hidden too.
-      start: Position of the first query. Defaults to 0, or to what the mask type says.
+      start: Position of the first query. Defaults to the position that the mask type implies,
+        mostly 0.
       is_cached: Whether the keys come from a cache, which is causal under every mask type.
     """
     takes_mask, is_causal, is_at_end = MASK_TYPES[config.mask_type]

@@ -85,7 +85,7 @@ class Fp8Call:
       dtype: Dtype of the operands before they are quantized, and of the results.
       mode: Runtime mode.
       manager: The ambient manager of the forward pass, or None. The backward pass does not read the
-        ambient one.
+        ambient manager.
       pipeline: Mesh axes of the pipeline.
       x_axes: Annotation of the input, or None.
       x_entries: Entries of the spec of the input over Explicit axes, or None.
@@ -116,7 +116,7 @@ class Fp8Call:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What the backward pass of the matmuls needs.
+    """The operands that the backward pass of the matmuls needs.
 
     Attributes:
       x: The input, in blocks along its last dim that is not contracted.

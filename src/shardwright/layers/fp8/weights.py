@@ -166,7 +166,7 @@ def check_blocks(
       path: Path of a weight.
       array: The array. Without a manager or an annotation, its sharding over Explicit axes is used.
       shards: Mesh axes of the array over Auto axes. If annotation, array and `shards` are all
-        missing, the dim is taken as whole.
+        missing, the dim is assumed to be whole.
 
     Raises:
       LayerError: The part of a device is not a multiple of 32. The error names the dim and the mesh

@@ -23,7 +23,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def outside(intervals: Iterable[Interval], covers: Sequence[Interval]) -> list[Interval]:
-    """Return the union of intervals without the time that `covers` has.
+    """Return the union of intervals without the time in `covers`.
 
     Args:
       intervals: Intervals in any order.

@@ -166,7 +166,7 @@ class SearchReport:
 
     @property
     def exhaustive(self) -> bool:
-        """Whether every candidate was walked that resolves and whose state fits.
+        """Whether every candidate that resolves and whose state fits was walked.
 
         If several candidates are the same program, only one of them is walked.
         """

@@ -1,11 +1,11 @@
 """Plan programs under every mesh of a slice and every setting of rules, and keep the best.
 
-Every candidate is resolved, and its state is counted. A walk over its trace then plans a candidate.
-In a small space, all candidates are walked. In a large space, three quarters of the walks are for
-the candidates that are fastest by a closed form, and the others for those with the smallest state.
-A trace takes the most time, and most meshes need a trace of their own. So, where the program allows
-it, one trace on a single device is used to rank all candidates. Only candidates that are walked get
-a trace of their own. Nothing is compiled.
+Every candidate is resolved, and its state is counted. A walk over the trace of a candidate then
+plans this candidate. In a small space, all candidates are walked. In a large space, three quarters
+of the walks are for the candidates that are fastest by a closed form, and the others for those with
+the smallest state. A trace takes the most time, and most meshes need a trace of their own. So,
+where the program allows it, one trace on a single device is used to rank all candidates. Only
+candidates that are walked get a trace of their own. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def search(
       walks: How many walks to run at most. Candidates that differ only in the order of axes share a
         walk.
       progress: Called for each candidate when it is judged, and again when it is planned. If it
-        returns False, the search ends, and the result has what was planned until then.
+        returns False, the search ends, and the result has the candidates that were planned until
+        then.
 
     Raises:
       StrategyError: A strategy has no mesh, there is no candidate, or there are too many.
@@ -148,7 +149,8 @@ def search_variants(
     """Search several variants of a program, such as two batch sizes, and compare all candidates.
 
     Args:
-      variants: Label -> what `search` takes as a program. Labels are shown with the candidates.
+      variants: Label -> program, or one program per mode, as in `search`. Labels are shown with the
+        candidates.
       strategies: Name -> strategy with a `[mesh]`. Defaults to those of `search`.
       topology: The slice.
       **options: Other options of `search`. `walks` is the limit for each variant.

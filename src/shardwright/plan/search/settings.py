@@ -144,12 +144,12 @@ def with_settings(base: Strategy, settings: Settings) -> Strategy:
 def check_overrides(
     label: str, strategy: Strategy, settings: Settings, modes: Iterable[str]
 ) -> None:
-    """Raise an error if a setting for all modes does not hold in a mode with a rule of its own.
+    """Raise an error if a setting for all modes does not apply in a mode with a rule of its own.
 
     Args:
       label: Name of the strategy in messages.
       strategy: The strategy with the settings.
-      settings: The settings. Those that name a mode, and those that are not rules, always hold.
+      settings: The settings. Those that name a mode, and those that are not rules, always apply.
       modes: Modes of the programs.
 
     Raises:

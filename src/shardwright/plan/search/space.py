@@ -52,7 +52,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What a search may choose.
+    """The choices of a search.
 
     Attributes:
       strategies: Name -> strategy with a `[mesh]`.
@@ -62,7 +62,7 @@ class Space:
       vary: Settings with their alternatives. None keeps the setting of the strategy. A pin of the
         same setting replaces the alternatives.
       orders: Whether to try every order of the mesh axes of size > 1.
-      modes: Modes of the programs, in which the settings must hold.
+      modes: Modes of the programs, in which the settings must apply.
     """
 
     strategies: Mapping[str, Strategy]
@@ -122,7 +122,7 @@ class Space:
         """Return a strategy with settings.
 
         Raises:
-          ShardingError: A setting is invalid, does not fit the strategy, or does not hold in every
+          ShardingError: A setting is invalid, does not fit the strategy, or does not apply in every
             mode.
         """
         strategy = with_settings(self.strategies[name], settings)

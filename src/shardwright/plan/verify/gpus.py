@@ -13,7 +13,7 @@ from typing import Final
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GpuModel:
-    """What XLA must know of a GPU.
+    """The properties of a GPU that XLA needs.
 
     Attributes:
       name: Name that the driver reports.

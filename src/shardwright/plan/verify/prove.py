@@ -210,8 +210,8 @@ def _cause(
 ) -> DecisionDifference | None:
     """Return the first pair of decisions that differ.
 
-    The annotations are paired by their number. If one side has an extra annotation, all pairs after
-    it are wrong. Different shapes in a pair show this, and nothing is returned then.
+    The annotations are paired by their position. If one side has an extra annotation, all pairs
+    after it are wrong. Different shapes in a pair show this, and nothing is returned then.
     """
     for (place, ours), (_, theirs) in zip(left, right, strict=False):
         if ours is None or theirs is None:

@@ -220,7 +220,8 @@ def _is_one_hot(step: PlanStep) -> bool:
 
 
 def _shard_sums(step: PlanStep, births: Sequence[Buffer | None]) -> None:
-    """Note the fewest bytes that carries of a scan take: those of a shard, if they may be sharded.
+    """Note the fewest bytes of each carry of a scan: the bytes of a shard, if the carry may be
+    sharded.
 
     If a carry starts as a constant and is sharded after the loop, it may also be sharded in the
     loop. The sum of the gradients of microbatches is an example.
@@ -238,7 +239,7 @@ def _parts(step: PlanStep, results: Sequence[ShardedValue]) -> int:
     Compilers for TPUs run a matmul and the reduce-scatter of its result as one loop (collective
     matmul). The loop sends both ways along the ring. For each direction it holds two parts that it
     multiplies, one that it sends and one that it receives. The parts are added where the result is
-    read, so they are still in memory during the next matmul. For that matmul, the whole result
+    read, so they are still in memory during the next matmul. During that matmul, the whole result
     counts.
     """
     if step.name != "dot_general" or step.wanted[0] is None or not step.ledger.tiled:

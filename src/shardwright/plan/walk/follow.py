@@ -36,7 +36,7 @@ def follow(
     Args:
       step: The equation.
       known: How its dims correspond.
-      values: Its operands, each a complete sum unless the equation may run on its terms.
+      values: Its operands, each a complete sum unless the equation may run on the terms of the sum.
       choose: Returns the sharding that is kept if operands differ.
       doubt: The fix to show if a mesh axis is given up, because compilers may differ there.
     """

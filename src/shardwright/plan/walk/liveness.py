@@ -124,7 +124,7 @@ class Timeline:
           results: Buffers that are alive at the end.
           kept: Buffers that are alive all the time, such as arguments that are not donated.
           written: Results of a loop's body that the loop stacks. The equation that makes such a
-            value writes it to the stack, so it takes memory of its own only for other uses.
+            value writes it to the stack, so the value takes memory of its own only for other uses.
           within: Whether the program is the body of a loop. Then its results are temporary.
         """
         # From here, the position of an equation is its time, in `_last` and `_Alive` too.
@@ -439,8 +439,8 @@ def _parts_first(entries: list[Entry]) -> list[Entry]:
     """Return equations in an order in which parts of an array are read before it is overwritten.
 
     In a trace, the derivative of `x.at[i].set(v)` first writes zeros into part i of the gradient,
-    and then reads what this part held before. XLA reads first if it can. Otherwise it would have to
-    copy the array.
+    and then reads the values that were there before. XLA reads first if it can. Otherwise it would
+    have to copy the array.
     """
     written: dict[Buffer, Entry] = {}
     # keyed by id, because two different equations may compare equal
@@ -473,8 +473,8 @@ def _one_by_one(entries: Sequence[Entry]) -> list[Entry]:
 
     optax computes one moment of all parameters, then the next moment. A compiler may finish one
     parameter before it fetches the state of the next. So, among equations that depend on a fetch,
-    the longest chains come first. Each equation is right after its operands and before its copies
-    to the host.
+    the longest chains come first. Each equation comes directly after its operands and before its
+    copies to the host.
     """
     makers: dict[Buffer, Entry] = {}
     depths: dict[int, int] = {}  # keyed by id, because two different equations may compare equal

@@ -108,7 +108,7 @@ class _Option:
 
 
 def partition(lookup: Lookup, dims: Mapping[Name, Dims]) -> tuple[list[LookupMove], bool]:
-    """Return the moves of a lookup, in order, and whether XLA is known to take them.
+    """Return the moves of a lookup, in order, and whether XLA is known to make these moves.
 
     Args:
       lookup: The gather or scatter.

@@ -157,8 +157,9 @@ def _use(
     names: Sequence[str],
     order: dict[str, list[str]],
 ) -> object:
-    """Return a key for one use of a value. XLA merges the moves for two uses only if their keys are
-    equal.
+    """Return a key for one use of a value.
+
+    XLA merges the moves for two uses only if their keys are equal.
 
     Matmuls that need the same dims share a gather if the dims that they keep sharded are of the
     same kinds. They also share it if the sharding of the value is in its type (Explicit mesh axes),

@@ -267,8 +267,8 @@ def _check_dtypes(dtype: Any, arrays: Any) -> None:
 def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any], Any, Any]:
     """Append keys and values to the cache; return all cached keys and values with a full mask.
 
-    The first call creates the cache and writes nothing. The length of its keys is the length of the
-    cache. `cache_index` is the number of tokens that later calls have written.
+    The first call creates the cache and writes nothing. The length of the keys in this call is the
+    length of the cache. `cache_index` is the number of tokens that later calls have written.
 
     Args:
       module: A `MultiHeadAttention`.
