@@ -245,7 +245,7 @@ class _GoldenReports:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Any:
-        # Before anything deselects.
+        # Read the items before another hook deselects some.
         for item in filter(_may_use_golden, items):
             self.users.setdefault(str(item.path), []).append(item)
         return (yield)

@@ -298,11 +298,11 @@ class _OneFOneB:
             if forward:
                 of_scans.append(outputs)
         _, _, stream, _, (by_weights, by_head), total = carry
-        # The gradient of microbatch 0 starts in tick 2 S - 2.
+        # The gradient of microbatch 0 starts in tick 2 S - 2, so it is in place (2 S - 2) modulo q.
         first = (2 * stages - 2) % (count // stages)
         turned = [jnp.roll(leaf, -first, 0)[None] for leaf in _split(stream)[0]]
         outputs = jax.tree.map(
-            # Stage s runs its first microbatch in tick s.
+            # Stage s runs its first microbatch in tick s, so its outputs begin there.
             lambda *parts: jax.lax.dynamic_slice_in_dim(jnp.concatenate(parts), self.me, count),
             *of_scans,
         )

@@ -14,7 +14,8 @@ from shardwright.manager.remat import remat_policy as manager_policy
 from shardwright.resolution.rules import SavedActivations
 from shardwright.vocabulary.axes import Memory
 
-# What the forward pass keeps of each layer. The rest is computed again in the backward pass.
+# The values of each layer that the forward pass keeps. The rest is computed again in the backward
+# pass.
 REMAT: Final[Mapping[str, Callable[..., Any] | None]] = MappingProxyType(
     {
         "none": None,

@@ -243,8 +243,8 @@ class Stages:
         on = [(stage, stage + 1) for stage in range(stages - 1)]
         if repeats > 1:
             on.append((stages - 1, 0))
-        # For the backward pass, keep only what a stage reads. The other operations here are linear,
-        # so they need no values.
+        # For the backward pass, keep only the values that a stage reads. The other operations here
+        # are linear, so they need no values.
         run = jax.checkpoint(self.chunk, prevent_cse=False)
 
         def tick(carry: Any, number: Any) -> tuple[Any, Any]:
@@ -278,7 +278,8 @@ class Stages:
                 return worked
             return jnp.moveaxis(worked.reshape(repeats, count, *leaf.shape[1:]), 0, 1)
 
-        # The last stage ends microbatch 0 in tick S - 1, or a multiple of q ticks later.
+        # The last stage ends microbatch 0 in tick S - 1, or a multiple of q ticks later. So the
+        # first result is in place (S - 1) modulo q.
         turned = jax.tree.map(lambda leaf: jnp.roll(leaf, -((stages - 1) % own), 0)[None], x)
         return turned, jax.tree.map(in_order, outputs)
 

@@ -55,7 +55,7 @@ def name_fault(name: object) -> str:
     """
     if not isinstance(name, str):
         return f"is of type {type(name).__name__}, not a string"
-    # `_` has a meaning in annotations.
+    # `_` has a meaning in annotations, so it cannot be a mesh axis.
     if name == EMPTY or name.startswith(DCN) or not _NAME.fullmatch(name):
         return "cannot be written in rules and mesh texts"
     return ""

@@ -212,7 +212,7 @@ def _read_part(word: str, column: int) -> Part:
 
 
 def _read_size(word: str) -> int | str:
-    # Python refuses to convert text of thousands of digits.
+    # Python refuses to convert text of thousands of digits, so return such text unchanged.
     return int(word) if _INTEGER.fullmatch(word) and len(word) <= LONGEST_SIZE else word
 
 

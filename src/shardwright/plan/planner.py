@@ -40,7 +40,7 @@ from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 
 _NAMED: Final = 3  # largest number of arrays that an error names
-# How to annotate an argument, by what it holds.
+# How to annotate an argument, by its category.
 _ANNOTATE: Final = {
     Category.OPTIMIZER: "annotate it in specs= with sw.annotate_state(state, specs)",
     Category.CACHE: "annotate it in specs= with cache.axes(), where cache is "

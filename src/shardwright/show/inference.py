@@ -81,7 +81,7 @@ def table_text(inferred: Inferred, *, width: int, is_summary: bool) -> str:
 
 
 def counts_text(inferred: Inferred) -> str:
-    """Return how many dims were named, and how."""
+    """Return the numbers of named and open dims, guesses and conflicts, as text."""
     total, guesses = len(inferred.evidence), len(inferred.guesses)
     named = total - len(inferred.open)
     return (

@@ -201,8 +201,8 @@ def mesh_axes_of_names() -> dict[str, str | None]:
     for axis in dataclasses.astuple(resource):
         _size(mesh, axis)
     is_sharded = _size(mesh, resource.tpsp_resource) > 1
-    # `tpsp_resource` also shards what `tp_resource` shards. At most one of the two has more than
-    # one device.
+    # `tpsp_resource` also shards the dims that `tp_resource` shards. At most one of the two has
+    # more than one device.
     tensor = resource.tpsp_resource if is_sharded else resource.tp_resource
     is_fsdp = _size(mesh, resource.fsdp_resource) > 1
     return {

@@ -142,8 +142,8 @@ def static_call(
             out=own_out,
             weight=kernel.weight if is_stored else None,
             dtype=jnp.dtype(value.dtype),
-            # The backward pass keeps only the quantized kernel, so read here what it needs of the
-            # kernel's type.
+            # The backward pass keeps only the quantized kernel, so read here the parts of the
+            # kernel's type that it needs.
             varying=_jax.varying_axes(value),
             gathered=gathered,
             out_entries=entries,

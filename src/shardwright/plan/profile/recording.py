@@ -105,8 +105,8 @@ def read_recording(trace: str | Path) -> Recording:
         raise ProgramError(
             f"the profile {str(trace)!r} has no operations of a compiled program", fix=_FIX
         )
-    # A host may also have events for what it starts on an accelerator. Keep the events of the
-    # accelerator.
+    # A host may also have events for programs that it starts on an accelerator. Keep the events of
+    # the accelerator.
     platforms = {name: max(found, key=_PLATFORMS.index) for name, found in ran.items()}
     timelines = {name: ran[name][platform] for name, platform in platforms.items()}
     for timeline in timelines.values():

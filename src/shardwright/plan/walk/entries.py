@@ -12,7 +12,7 @@ TEMPORARY: Final = "temporary"
 RESULTS: Final = "results"
 
 
-# Compared by identity: two values with equal fields are two places in memory, and are both keys.
+# Compared by identity: two values with equal fields are two places in memory, and each is a key.
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
 class Buffer:
     """The memory of one value on one device.

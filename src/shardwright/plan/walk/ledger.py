@@ -112,7 +112,7 @@ class Ledger:
         return ledger
 
     def begin_inner(self) -> tuple[Timeline | None, int]:
-        """Start the timeline of a loop's body. Return the outer one, to pass to `end_inner`."""
+        """Start the timeline of a loop's body. Return the outer timeline, for `end_inner`."""
         outer = self.timeline, self.moved
         self.timeline = None if self.timeline is None else Timeline()
         return outer

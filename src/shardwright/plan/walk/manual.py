@@ -172,7 +172,7 @@ def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[st
             ledger.doubt({axis for event in sent for axis in event.mesh_axes}, location, SHARED)
             continue
         first = len(ledger.events)
-        # The equation that starts an asynchronous collective says what it sends.
+        # An asynchronous collective is counted at the equation that starts it.
         name, parameters = equation.primitive.name.removesuffix("_start"), equation.params
         kind = _KINDS.get(name)
         if name in _SUMS and _is_scattered(equation, jaxpr, step):

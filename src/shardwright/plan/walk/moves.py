@@ -72,7 +72,7 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> ValueMove:
         return ValueMove(transfers=tuple(replaced))
     if moved and gone:
         return _with_both(held, goal, sizes, moved, gone)
-    # Slices send nothing, so they come first: what follows sends smaller shards.
+    # Slices send nothing, so they come first: the collectives after them then send smaller shards.
     current = _sliced(held, goal)
     changed = [at for at, (have, want) in enumerate(zip(held, goal, strict=True)) if have != want]
     left, entered = ({place[axis] for axis in moved} for place in (before, after))
