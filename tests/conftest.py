@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import gc
 import itertools
@@ -43,7 +44,7 @@ _LIMIT = pytest.StashKey[int]()
 def pytest_pycollect_makeitem() -> Iterator[Any]:
     """Take `full(but=[...])` and `product(but=[...])` from the cases that they name.
 
-    Of the cases of a test with the marker `pairwise`, mark as `product` those that it leaves out.
+    Of a test with the marker `pairwise` or `alternate`, mark the cases left out as `product`.
 
     Raises:
       Collector.CollectError: No case of the test has that name.
@@ -53,6 +54,7 @@ def pytest_pycollect_makeitem() -> Iterator[Any]:
         for marker in ("full", "product"):
             _spare(marker, made)
         _leave_out([item for item in made if item.get_closest_marker("pairwise")])
+        _alternate([item for item in made if item.get_closest_marker("alternate")])
     return made
 
 
@@ -85,6 +87,15 @@ def _leave_out(items: list[pytest.Function]) -> None:
         new -= pairs.pop(item)
     for item in {*pairs} - {*quick}:
         item.add_marker("product")
+
+
+def _alternate(items: list[pytest.Function]) -> None:
+    """Mark every other case of a table of two parameters as `product`, as on a chess board."""
+    seen: dict[str, dict[str, int]] = collections.defaultdict(dict)
+    for item in items:
+        at = [seen[k].setdefault(repr(v), len(seen[k])) for k, v in item.callspec.params.items()]
+        if sum(at) % 2 and item.get_closest_marker("full"):
+            item.add_marker("product")
 
 
 @pytest.hookimpl(tryfirst=True)

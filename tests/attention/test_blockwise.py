@@ -74,6 +74,7 @@ def assert_close(actual: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("left_out", LEFT_OUT)
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.alternate
 def test_blocks_equal_the_oracle(name: str, left_out: str) -> None:
     recipe, operands = RECIPES[name], without(make_operands(), *LEFT_OUT[left_out])
     actual = value_and_grads(lambda x: blockwise.attend(x, recipe), operands)

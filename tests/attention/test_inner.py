@@ -124,6 +124,7 @@ CASES: dict[str, dict[str, Any]] = {
 @full
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.alternate
 def test_equals_one_device(name: str, case: str) -> None:
     check("tpu", name, "sp:4", arrays(), **CASES[case])
 

@@ -194,6 +194,7 @@ def manager_of(layout: str, axis_types: str = "auto") -> sw.PartitionManager:
 
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.alternate
 def test_every_sharding_equals_one_device(layout: str, axis_types: str) -> None:
     arrays = Batch(v_dim=12).arrays()
     sinks = jax.random.normal(jax.random.key(9), (4,))

@@ -476,6 +476,7 @@ def history(cache: Any, source: Any) -> Any:
 @pytest.mark.parametrize("axis_types", ["auto", pytest.param("explicit", marks=pytest.mark.full)])
 @pytest.mark.parametrize("mesh", mostly_slow("batch, pages and kv heads"))
 @pytest.mark.full
+@pytest.mark.alternate
 def test_sharded_equals_unsharded_and_stays_placed(mesh: str, axis_types: str) -> None:
     sizes = {"capacity": 12, "kv_heads": 4, "head_dim": DIM, "v_dim": V_DIM, "dtype": "float32"}
     empty = functools.partial(caches.init, "paged", **sizes, page_size=3)

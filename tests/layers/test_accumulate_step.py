@@ -46,6 +46,7 @@ def manager(preset: str, kind: Any, *, zero1: bool = False) -> sw.PartitionManag
 @pytest.mark.full(but=["fsdp_tp-auto"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("preset", MESHES)
+@pytest.mark.alternate
 def test_step_with_zero1(preset: str, kind: str) -> None:
     """Moments are sharded over dp too. Gradients are reduced over dp once, after the loop."""
     f, specs, params, batch, (value, grads) = padded_whole_batch(preset)
@@ -81,6 +82,7 @@ def test_step_with_zero1(preset: str, kind: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("preset", ["ddp", "fsdp_tp", "moe_ep"])
+@pytest.mark.alternate
 def test_bfloat16_equals_whole_batch(preset: str, kind: str) -> None:
     f, specs, params, batch, _ = padded_whole_batch(preset)
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)

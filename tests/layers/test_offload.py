@@ -74,6 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.full(but=["residual-explicit"])
 @pytest.mark.ci
+@pytest.mark.alternate
 def test_saved_values_live_on_the_host(name: str, axis_types: str) -> None:
     remat, memory, count = CASES[name]
     config = dataclasses.replace(CONFIG, remat=remat)

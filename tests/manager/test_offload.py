@@ -69,6 +69,7 @@ CASES = {
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.full(but=["both-auto"])
+@pytest.mark.alternate
 def test_training_equals_that_on_the_device(name: str, axis_types: str) -> None:
     memory, step = CASES[name]
     sizes = "fsdp:2,tp:4" if axis_types == "auto" else "fsdp:8"

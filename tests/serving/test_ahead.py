@@ -119,6 +119,7 @@ def test_some_requests_equal_those_without_ahead(kind: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("decode_steps", [1, 3])
 @pytest.mark.parametrize("kind", ["dense", "sliding", "quantized", "paged"])
+@pytest.mark.alternate
 def test_requests_on_a_mesh_equal_those_without_ahead(kind: str, decode_steps: int) -> None:
     assert_equal(
         lambda ahead: engine_of_decoder(

@@ -115,6 +115,7 @@ def test_text_equals_request_alone(kind: str, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["serve_tp", "serve_long_context"])
 @pytest.mark.parametrize("kind", ["dense", "sliding", "quantized"])
 @pytest.mark.full
+@pytest.mark.alternate
 def test_prompts_that_take_turns_keep_their_texts(
     kind: str, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +130,8 @@ def test_prompts_that_take_turns_keep_their_texts(
     assert sum(turns) > 5
 
 
-@pytest.mark.full
+# The next test has the same cells with more requests.
+@pytest.mark.product
 @pytest.mark.parametrize(("kind", "strategy"), cells(quick=False))
 def test_text_equals_request_alone_on_all_meshes(kind: str, strategy: str) -> None:
     assert_same(kind, strategy, 12, slots=4)

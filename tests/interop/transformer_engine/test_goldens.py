@@ -35,7 +35,7 @@ def test_variables_results_and_gradients(group: str, case: cases.Case) -> None:
     assert not problems, "\n".join(problems)
 
 
-# A layer takes twenty seconds: the goldens are not compiled as a whole, so neither is ours.
+# The goldens are not compiled as a whole, so neither is ours: the first layers compile operations.
 @pytest.mark.full
 @pytest.mark.parametrize(("group", "case"), members("layers"))
 def test_variables_results_and_gradients_of_layers(group: str, case: cases.Case) -> None:
