@@ -429,8 +429,8 @@ def _depth_first(entries: Sequence[Entry], results: Iterable[Buffer]) -> list[En
     placed, turn = [], 0
     for at in range(len(entries)):
         # An equation that no result needs, such as a copy, stays behind the equation that it
-        # follows.
-        turn = turns.get(at, turn)
+        # follows, and behind the equations that it reads.
+        turn = turns.setdefault(at, max([turn, *(turns.get(each, 0) for each in reads[at])]))
         placed.append((turn, at))
     return [entries[at] for _, at in sorted(placed)]
 
