@@ -181,7 +181,9 @@ def _in_forward_rule(
 ) -> tuple[Any, Any]:
     """Compute the loss. If it is differentiated, compute the gradients in the same pass."""
     (x, streamed, rows), (head_params, head_parts) = parts, of_head
-    floats, others, join = _split((params, inputs.per_layer, (x, streamed), head_params))
+    # Gradients have the types of what the stages read.
+    (per_layer,) = stages.placed((inputs.per_layer,), (stages.of_layers,))
+    floats, others, join = _split((params, per_layer, (x, streamed), head_params))
     constants = (others, rows, inputs.keys, head_parts)
 
     def arguments(floats: Any, constants: Any) -> tuple[Any, ...]:
