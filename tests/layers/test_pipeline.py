@@ -16,7 +16,6 @@ import shardwright as sw
 from shardwright.layers import attention_block, mlp_block, moe_block, transformer_block
 from shardwright.layers.lora import LoraConfig
 from shardwright.layers.moe import MoEConfig
-from shardwright.layers.transformer_block import StackState
 from shardwright.plan.collectives import Kind, read_collectives
 from shardwright.testing import cpu_mesh
 from tests.layers import blocks
@@ -373,9 +372,6 @@ def test_refusals() -> None:
     with manager("pp:2,dp:4") as pm:
         with raises(sw.IndivisibleError, 8, 40, path="x", fix=32):
             jax.eval_shape(stack, params, np.zeros((40, 6, 16), np.float32))
-        scaled = StackState(scaling=[{"attention": None, "mlp": None}])
-        with raises(sw.LayerError, "amaxes", path="state", fix="current"):
-            jax.eval_shape(functools.partial(stack, state=scaled), params, x)
         unrolled, trees = (
             dataclasses.replace(DENSE, scan=False),
             [jax.tree.map(lambda leaf, at=at: leaf[at], params[0]) for at in range(8)],

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from shardwright import _jax
 from shardwright.errors import LayerError, Problem, RankMismatchError, raise_problems
+from shardwright.layers.fp8.state import split_uses
 from shardwright.layers.microbatches import Microbatches, microbatches_of
 from shardwright.layers.placement import is_inside_shard_map, path_of
 from shardwright.layers.stages import Layer, LayerInputs, Stages, scan_layers
@@ -62,7 +63,8 @@ def pipeline(
         all rows have equal values, an array may be `[1, ...]`. Each stage holds the whole arrays.
       streamed: Tree of larger arrays `[batch, ...]` that layers read, such as the output of an
         encoder. These arrays are sent from stage to stage together with x.
-      per_layer: Tree of arrays `[layers, ...]`. Layer i reads entry i of each.
+      per_layer: Tree of arrays `[layers, ...]`. Layer i reads entry i of each. The gradient of an
+        fp8 `Channel` is the maximum over microbatches.
       path: Path of `params` in the model, required for `gather = "once"` and `by_row` under a
         strategy with `[[tensors]]` entries.
       by_row: True says that a layer computes each row of x from the same row of its inputs, without
@@ -100,6 +102,7 @@ def pipeline(
     @jax.jit
     def run(params: Any, x: Any, inputs: tuple[Any, ...]) -> Any:
         keys, rows, streamed, per_layer = inputs
+        per_layer = split_uses(per_layer, cut.count)
         parts = jax.tree.map(cut.split, (x, streamed, rows))
         given = LayerInputs(number=None, keys=keys, rows=None, streamed=None, per_layer=per_layer)
         each = stages.one_after_another if cut.stages == 1 else stages.over_stages

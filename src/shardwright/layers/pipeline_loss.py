@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from shardwright.layers.fp8.state import map_channels, split_uses
 from shardwright.layers.pipeline import ambient_pipeline, check_sizes, one_scan, read_stack
 from shardwright.layers.stages import (
     Layer,
@@ -125,6 +126,7 @@ def pipeline_loss(
     @jax.jit
     def run_all(params: Any, x: Any, head_params: Any, inputs: Any, head_inputs: Any) -> Any:
         keys, rows, streamed, per_layer = inputs
+        per_layer = split_uses(per_layer, cut.count)
         *parts, head_parts = jax.tree.map(cut.split, (x, streamed, rows, head_inputs))
         given = LayerInputs(number=None, keys=keys, rows=None, streamed=None, per_layer=per_layer)
         return run(params, given, parts, head_params, head_parts)
@@ -202,7 +204,13 @@ def _in_forward_rule(
 
     def backward(gradients: Any, cotangents: Any) -> tuple[Any, None]:
         factor, _ = cotangents
-        return [(each * factor).astype(each.dtype) for each in gradients], None
+
+        def scaled(gradient: Any) -> Any:
+            return (gradient * factor).astype(gradient.dtype)
+
+        # A channel reports the gradients that were quantized: those before this factor.
+        tree = map_channels(lambda channel: channel, join(gradients, [None] * len(others)), scaled)
+        return jax.tree.leaves(tree), None
 
     run.defvjp(forward, backward)
     loss, outputs = run(floats, constants)
@@ -356,7 +364,7 @@ class _OneFOneB:
     def _chunk(self, weights: Any, given: Any, number: Any) -> tuple[Any, Any, Any]:
         """Return (x, streamed) after the layers of the stage, their losses and their outputs."""
         stack = self._join(weights, self._fixed)
-        x, (losses, outputs) = self.stages.chunk(stack, self.rows, self.keys, 0, number, *given)
+        x, (losses, outputs) = self.stages.chunk(stack, self.rows, self.keys, number, *given)
         return (x, given[1]), losses.sum(), outputs
 
     def _gradients_of_head(self, result: Any, number: Any) -> tuple[Any, list[Any], list[Any]]:

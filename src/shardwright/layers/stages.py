@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from shardwright import _jax
+from shardwright.layers.fp8.state import use_of
 from shardwright.layers.microbatches import Microbatches
 from shardwright.manager import constraint
 from shardwright.manager.manager import PartitionManager
@@ -118,7 +119,7 @@ class Stages:
             x, streamed, rows = parts
             keys = folded(inputs.keys, number)
             own = dataclasses.replace(inputs, keys=keys, rows=rows, streamed=streamed)
-            return scan_layers(self.layer, stack, x, own)
+            return scan_layers(self.layer, use_of(stack, number), x, own)
 
         return run
 
@@ -258,9 +259,8 @@ class Stages:
             # Outside of 0 <= turn < m R the stage has nothing to do. It then runs a real microbatch
             # and drops the result, because zeros may have no finite gradient.
             turn = number - me
-            chunk = jnp.clip(turn // count, 0, repeats - 1)
             x, streamed = select(me == 0, fresh, held)
-            y, outputs = run(stack, rows, keys, chunk, turn % count, x, streamed)
+            y, outputs = run(stack, rows, keys, turn, x, streamed)
             passed = send(head, back)
             stream = put(stream, select(me == stages - 1, (y, streamed), passed), place)
             return (send((y, streamed), on), stream, waiting), outputs
@@ -284,9 +284,12 @@ class Stages:
         return turned, jax.tree.map(in_order, outputs)
 
     def chunk(
-        self, stack: Any, rows: Any, keys: Any, chunk: Any, microbatch: Any, x: Any, streamed: Any
+        self, stack: Any, rows: Any, keys: Any, turn: Any, x: Any, streamed: Any
     ) -> tuple[Any, Any]:
-        """Run a chunk of the layers of a stage on one microbatch."""
+        """Run a chunk of the layers of a stage on one microbatch, in a given turn of the stage."""
+        count, repeats = self.cut.count, self.repeats
+        chunk, microbatch = jnp.clip(turn // count, 0, repeats - 1), turn % count
+        stack = use_of(stack, microbatch, (turn >= 0) & (turn < count * repeats))
         # Without this barrier, XLA gathers all weights before the first tick, and keeps all of them
         # in memory.
         stack, x = jax.lax.optimization_barrier((stack, x))

@@ -398,7 +398,7 @@ def apply(
     _check_state(config, state)
     _check_encoded(config, encoded, encoded_segment_ids)
     _check_trees(specs(config), params, path)
-    _check_pipeline(config, state)
+    _check_pipeline(config)
     given = {
         "attention": {"positions": positions, **_padding(x, segment_ids, valid, state)},
         "cross": {"segment_ids": segment_ids, "encoded_segment_ids": encoded_segment_ids},
@@ -527,6 +527,7 @@ def _scan(
         moe_states, seen = jax.tree.map(lambda leaf: leaf[0], (moe_states, seen))
     else:
         moe_states = list(map(_over_microbatches, moe_states))
+        seen = jax.tree.map(lambda leaf: leaf.max(0), seen)
     return result, moe_states, seen
 
 
@@ -657,7 +658,7 @@ def _check_state(config: TransformerConfig, state: Any) -> None:
     _check_rings(config, state.caches)
 
 
-def _check_pipeline(config: TransformerConfig, state: StackState) -> None:
+def _check_pipeline(config: TransformerConfig) -> None:
     """Refuse options that the stages of a pipeline cannot run, if the strategy has a pipeline."""
     if (pipelined := ambient_pipeline()) is None:
         return
@@ -677,12 +678,6 @@ def _check_pipeline(config: TransformerConfig, state: StackState) -> None:
             "layers",
             f"{after}, and no stage runs them",
             f"choose layers that are a multiple of {config.period}",
-        ),
-        (
-            state.scaling is not None,
-            "state",
-            "scaling is given, and a pipeline would add the amaxes of its microbatches",
-            f'use recipe="current", which has no state; or {off}',
         ),
     )
 

@@ -30,9 +30,10 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardwright.errors import LayerError, Problem, raise_problems
-from shardwright.layers.fp8.quantize import scale_of
+from shardwright.layers.fp8.quantize import explicit_entries, scale_of
 from shardwright.layers.fp8.recipe import DelayedScaling
 from shardwright.trees.paths import path_text
 from shardwright.vocabulary.annotations import ArraySpec
@@ -207,6 +208,59 @@ def uses(scaling: Any, channel: Any = None) -> Any:
     return _map(of, scaling, sent)
 
 
+def split_uses(tree: Any, count: int) -> Any:
+    """Give each `Channel` in a tree a last dim of uses, such as the microbatches of a pipeline.
+
+    The gradient of a channel is then the maximum over its uses, not their sum.
+    """
+
+    @jax.custom_vjp
+    def split(channel: Channel) -> Channel:
+        parts: Channel = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf[..., None], (*leaf.shape, count)), channel
+        )
+        return parts
+
+    def forward(channel: Channel) -> tuple[Channel, None]:
+        return split(channel), None
+
+    def backward(_: None, sent: Channel) -> tuple[Channel]:
+        counts = jnp.moveaxis(sent.count, -1, 0)
+        return (Channel(amax=sent.amax.max(-1), count=_worst(counts, counts[0])),)
+
+    split.defvjp(forward, backward)
+    return map_channels(split, tree)
+
+
+def use_of(tree: Any, number: Any, runs: Any = True) -> Any:
+    """Return a tree of `split_uses` with the channels of one use.
+
+    Args:
+      tree: The tree.
+      number: Number of the use.
+      runs: Whether to count the use. Its backward pass runs anyway, with gradients of 0.
+    """
+
+    def own(leaf: Any) -> Any:
+        value = jax.lax.dynamic_index_in_dim(leaf, number, -1, keepdims=False)
+        return jnp.where(runs, value, 0)
+
+    return map_channels(lambda channel: jax.tree.map(own, channel), tree)
+
+
+def map_channels(
+    f: Callable[[Channel], Any], tree: Any, rest: Callable[[Any], Any] = lambda leaf: leaf
+) -> Any:
+    """Apply a function to each `Channel` in a tree, and another one to the rest of its leaves."""
+
+    def is_channel(node: Any) -> bool:
+        return isinstance(node, Channel)
+
+    return jax.tree.map(
+        lambda node: f(node) if is_channel(node) else rest(node), tree, is_leaf=is_channel
+    )
+
+
 def stack(*reports: Any) -> Any:
     """Stack the reports of several calls, as `seen` or `sent` of an update."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports)
@@ -256,6 +310,10 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
         def tensor(old: TensorScaling, amax: Any, dtype: str) -> TensorScaling:
             # The maximum of all uses: one scale must fit each microbatch and each example.
             amax = _over_uses(jnp.max, amax, old.scale)
+            if any(explicit_entries(amax) or ()):
+                # Each stage of a pipeline reports its own layers, and all devices have all scales.
+                mesh = jax.typeof(amax).sharding.mesh
+                amax = jax.reshard(amax, NamedSharding(mesh, PartitionSpec()))
             stays = unused & (amax == 0)
             new = step(recipe, old, amax, dtype)
             scale = jnp.where(stays, old.scale, new.scale)
