@@ -121,12 +121,12 @@ def to_strategy(
     """Turn a configuration of MaxText into a strategy with the same mesh and the same specs.
 
     As in MaxText, a `base_config` is read first. Then the file of the model (`model_name`) and
-    `overrides` are applied, in this order. The rules of each of these replace earlier rules of the
-    same name; with `override_logical_axis_rules`, they replace all earlier rules. Finally, the file
-    of `custom_mesh_and_rule` replaces mesh and rules. Each file is searched for beside the
-    configuration and in the folders above. If MaxText uses a name in one mode only, its rule
-    becomes a rule of that mode. If a rule names a mesh axis of MaxText that the mesh lacks, this
-    axis gets size 1. The additional key `replicated` lists names that no rule mentions.
+    `overrides` are applied, in this order. Rules in these files and in `overrides` replace earlier
+    rules of the same name; with `override_logical_axis_rules`, they replace all earlier rules.
+    Finally, the file of `custom_mesh_and_rule` replaces mesh and rules. Each file is searched for
+    beside the configuration and in the folders above. If MaxText uses a name in one mode only, its
+    rule becomes a rule of that mode. If a rule names a mesh axis of MaxText that the mesh lacks,
+    this axis gets size 1. The additional key `replicated` lists names that no rule mentions.
 
     Args:
       config: Path of a YAML file, or the content of the file.

@@ -565,7 +565,8 @@ def _batch_size(batch: Any) -> int:
         raise LayerError(
             f"the arrays differ in dim 0, which is BATCH: {each}",
             path="batch",
-            fix="close over an array that does not have one entry per example in the loss",
+            fix="keep an array without one entry per example out of the batch: let the loss close "
+            "over it",
         )
     size: int = sizes[0] if sizes and sizes[0] else 0
     if not size:

@@ -14,7 +14,7 @@ from shardwright.vocabulary.read import RATE, read_value
 
 
 def dropout(x: Any, key: Any, rate: float, *, shared: Sequence[int] = ()) -> Any:
-    """Set elements to 0 with probability `rate`, and divide the others by `1 - rate`.
+    """Set elements to 0 with probability `rate`, and divide the other elements by `1 - rate`.
 
     The mask depends on the key and the global shape only, not on the sharding. Inside a `shard_map`
     it depends on the shape of the shard, so each shard needs a key of its own.

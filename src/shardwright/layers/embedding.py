@@ -111,5 +111,6 @@ def _lookup(table: Any, tokens: Any, names: tuple[str, ...]) -> Any:
     # result to 0, and so the gradient.
     found = table.at[jnp.where(is_here, local, 0)].get(mode="promise_in_bounds")
     found = jnp.where(is_here[..., None], found, jnp.zeros((), found.dtype))
-    # One shard has the row of a token and the others add 0, so the sum is exact in every dtype.
+    # One shard has the row of a token and the other shards add 0, so the sum is exact in every
+    # dtype.
     return jax.lax.psum(found, names) if names else found

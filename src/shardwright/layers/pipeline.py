@@ -56,7 +56,7 @@ def pipeline(
         `LayerInputs`. Inside of a stage it runs under the rules of the strategy without pp.
       params: Tree of arrays of all layers, as stored.
       x: The input of the first layer, such as the residual: a tree of arrays `[batch, ...]`. Each
-        layer returns a new one.
+        layer returns a new x.
       specs: `ArraySpec`s of the parameters, from `stack_specs(..., repeats=)`.
       keys: JAX keys, or None.
       rows: Tree of arrays `[batch, ...]` that layers read, such as positions and segment ids. If

@@ -73,7 +73,8 @@ class Stages:
       layer: The argument of `pipeline`.
       cut: The microbatches.
       lead: Leading dims of the parameters: (layers,), or (repeats, layers / repeats).
-      apart: Mesh axes of BATCH. Each shard over them runs the layers independently of the others.
+      apart: Mesh axes of BATCH. Each shard over these axes runs the layers independently of the
+        other shards.
     """
 
     layer: Layer

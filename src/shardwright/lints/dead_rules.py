@@ -130,7 +130,7 @@ def mode_changes_nothing(subject: Subject) -> Iterator[Finding]:
     """Yield tables of a mode, or rules in them, that equal what the mode inherits.
 
     Under `order = "rules"`, even a line that repeats an inherited rule gives that rule a place in
-    the order. So only empty tables are reported then.
+    the order. So under this order, only empty tables are reported.
     """
     is_ordered = subject.rules.policy.order is Order.RULES
     for table, rules in subject.tables.items():

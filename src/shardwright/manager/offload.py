@@ -342,7 +342,7 @@ def _on_device(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _back(old: Any, new: Any, sharding: NamedSharding) -> Any:
-    """Move a new value to the memory of the old one."""
+    """Move a new value to the memory of the old value."""
     return to_host(new, sharding) if in_host_memory(old) else new
 
 

@@ -31,7 +31,7 @@ class LeafBytes:
       shape: Global shape.
       dtype: Element type as text, such as `bfloat16`.
       spec: `PartitionSpec`, or None if the sharding has none.
-      devices: Number of devices that hold a part of it.
+      devices: Number of devices that hold a part of the array.
       total: Bytes of one copy of the whole array.
       per_device: Bytes on each device, or on the host for each device.
       copies: Number of devices that hold each element.

@@ -129,7 +129,7 @@ class _Entering:
         return _differing(others)
 
     def failure(self) -> MeetingVerdict:
-        """Return the verdict if a process has entered neither the manager nor another one."""
+        """Return the verdict if a process has entered neither this manager nor another manager."""
         absent = self.absent()
         if self.meeting.is_complete or not absent:
             return unanswered(self._text)

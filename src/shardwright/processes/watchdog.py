@@ -166,7 +166,7 @@ class Watchdog(threading.Thread):
         return all_ended and self._own.state == _State.ENDED
 
     def _lead(self) -> bool:
-        """Read the beats of the led processes, and write the summary of them."""
+        """Read the beats of the led processes, and write their summary."""
         found = self._store.entries(f"{_ROOM}/beats")
         beats = {int(rank): _Beat(**json.loads(data)) for rank, data in found.items()}
         all_ended = all(

@@ -92,7 +92,8 @@ def cut(
 
 def _size(rows: int, most: int) -> int:
     """Return the rows of a piece: a divisor of `rows` near `most`, else a size for equal parts."""
-    # If a piece has few rows, an overlap is a large share of it. Then a smaller divisor is better.
+    # If a piece has few rows, an overlap is a large share of the piece. Then a smaller divisor is
+    # better.
     smallest = most // 2 if most >= 8 else 0
     for size in range(most, smallest, -1):
         if rows % size == 0:

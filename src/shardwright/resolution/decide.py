@@ -204,7 +204,7 @@ class Decider:
         return self._choose(pending, rule, pending.size)
 
     def _unknown(self, dim: Dim, position: int) -> bool:
-        """Tell whether a dim names unknown axes. Add a problem for each of them."""
+        """Tell whether a dim names unknown axes, and add a problem for each unknown axis."""
         names = [axis for axis, _ in dim.merged] if dim.merged else dim.axes
         if self.rules.known_axes.issuperset(names):
             return False

@@ -218,8 +218,9 @@ def _first_fitting(
     what = f"which dim {policy.key} shards depends on the sizes"
     fix = "pass shape=, with symbolic sizes as multiples, such as 8*b"
     if policy.only_free:
-        # Along a Manual mesh axis sizes are local, and the largest local dim may be another one.
-        # `zero1` takes the first dim that divides, and along a Manual mesh axis every dim divides.
+        # Along a Manual mesh axis sizes are local, and another dim may be the largest by its local
+        # size. `zero1` takes the first dim that divides, and along a Manual mesh axis every dim
+        # divides.
         if manual := [axis for axis in free if axis in array.manual]:
             what += f", and inside shard_map over {'+'.join(manual)} they are local"
             fix = "use gather, which finds the global shape or takes it as shape=, or annotate "

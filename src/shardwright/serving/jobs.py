@@ -49,7 +49,7 @@ class Limits:
         return 0 if self.pages is None else -(-request.rows // self.page_size)
 
     def check(self, request: Request) -> None:
-        """Raise ServingError if a request would not fit even if it were the only one."""
+        """Raise ServingError if a request would not fit even if it were the only request."""
         need = (
             f"{len(request.prompt)} prompt tokens and {request.max_new_tokens} new tokens need "
             f"{request.rows} rows"

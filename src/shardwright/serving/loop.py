@@ -413,7 +413,7 @@ class Loop:
         while self._outbox:
             job, token = self._outbox.popleft()
             # A request that ended by itself gets its last tokens. A request that was canceled or
-            # has failed does not.
+            # has failed gets no more tokens.
             wanted = job.completion is None or job.completion.finish in (Finish.LENGTH, Finish.STOP)
             # A job whose callback has failed gets no more tokens, even if the job ends only in the
             # next step.

@@ -42,8 +42,8 @@ class Sampled:
 
     Attributes:
       packed: `[..., 2]` int32. The first number is a token or, if it is negative, the code of an
-        error. The second one has the bits of a float32: the logarithm of the probability that the
-        model gave the token, before temperature, top_k and top_p.
+        error. The second number has the bits of a float32: the logarithm of the probability that
+        the model gave the token, before temperature, top_k and top_p.
     """
 
     packed: jax.Array

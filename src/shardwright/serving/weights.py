@@ -32,7 +32,7 @@ class Update:
 
     Attributes:
       version: The version that the engine serves now.
-      plans: How the weights moved: a plan for decode, and another one if prefill has its own
+      plans: How the weights moved: a plan for decode, and another plan if prefill has its own
         weights. The plans cover the weights on devices.
       placed_bytes: Bytes of the weights that are copied without a plan: those in host memory, and
         those that JAX may place anew in each step, such as `jnp.float32(1)`.

@@ -125,7 +125,7 @@ class ModeMemoryTable(BaseModel):
     """Where parameters live in one mode."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    # None inherits from [memory]; "device" does not.
+    # With None, the table [memory] decides. With "device", it does not.
     params: MemoryName | None = Field(default=None, description="Where stored parameters live.")
 
 

@@ -140,7 +140,7 @@ def read_program(
             name="the program", collectives=tuple(program), sizes=sizes, carried=carried
         )
     # Enter the manager, because lowering traces the function, and `sw.shard` reads the ambient
-    # manager then.
+    # manager during a trace.
     with manager if manager is not None else contextlib.nullcontext():
         name, lowered = (
             ("the program", program) if isinstance(program, str) else _lowered(program, args)

@@ -192,7 +192,7 @@ def placed(
             mesh = create_mesh(str(case.spec), devices=devices, axis_types=case.axis_types)
     except ShardingError as error:
         raise _failure(str(error)) from None
-    # Place uncommitted arrays on the platform of the mesh, if JAX's default is another one.
+    # Place uncommitted arrays on the platform of the mesh, if JAX's default is another platform.
     is_default = devices[0].platform == jax.default_backend()
     place = contextlib.nullcontext() if is_default else jax.default_device(devices[0])
     with nothing_left(), place:

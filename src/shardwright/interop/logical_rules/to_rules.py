@@ -227,8 +227,8 @@ def _chain(
         # it.
         if size is not None and size % _shards(pm, candidate.live):
             failed = failed or candidate.live
-            # As in flax, only a conflict leads to the next rule; a size that does not divide does
-            # not.
+            # As in flax, a conflict leads to the next rule, but a size that does not divide does
+            # not lead to it.
             if policy.conflict is Conflict.NEXT:
                 return [*chain, _by_policy(pm, rule, name, size, candidate.live)], [*ranks, rank]
             continue

@@ -59,7 +59,7 @@ def stored(value: Any, spec: ArraySpec, *, path: str | None = None) -> Stored:
 
     Args:
       value: The array, as stored.
-      spec: Its spec. A leading LAYERS dim that a scan has taken away is not part of it.
+      spec: Its spec. A leading LAYERS dim that a scan has taken away is not part of the spec.
       path: Its path in the model, required if the strategy has `[[tensors]]` entries.
     """
     return Stored(value=value, weight=StoredKernel(axes=spec.axes, shape=spec.shape, path=path))

@@ -100,8 +100,8 @@ class _Measured:
 def _spans(operations: Sequence[TimedOp], ops: ProgramOps) -> dict[str, list[Interval]]:
     """Return when each collective was in flight.
 
-    On a TPU, an operation starts a collective and another one waits for its end. On a GPU, the
-    operation that starts it is the kernel itself, on a stream of its own.
+    On a TPU, one operation starts a collective, and another operation waits for its end. On a GPU,
+    the operation that starts the collective is the kernel itself, on a stream of its own.
     """
     starts: dict[str, list[TimedOp]] = defaultdict(list)
     ends: dict[str, list[float]] = defaultdict(list)

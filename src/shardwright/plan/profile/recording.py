@@ -166,7 +166,7 @@ def _stated(platform: str, lines: Any, device: str = "") -> Iterator[_Found]:
 
 
 def _tpu(plane: Any) -> Iterator[_Found]:
-    """Yield the operations of a TPU. One line has the runs of programs, another one their ops."""
+    """Yield the operations of a TPU. One line has the runs of programs, another has their ops."""
     lines = {line.name: line for line in plane.lines}
     if not {"XLA Modules", "XLA Ops"} <= lines.keys():
         return

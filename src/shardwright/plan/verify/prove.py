@@ -211,7 +211,7 @@ def _cause(
     """Return the first pair of decisions that differ.
 
     The annotations are paired by their position. If one side has an extra annotation, all pairs
-    after it are wrong. Different shapes in a pair show this, and nothing is returned then.
+    after it are wrong. A pair with different shapes shows this, and the result is then None.
     """
     for (place, ours), (_, theirs) in zip(left, right, strict=False):
         if ours is None or theirs is None:

@@ -291,7 +291,7 @@ def _own_dims(step: PlanStep, key: str, avals: Sequence[Any]) -> list[Dims | Non
 def _dims_of(step: PlanStep, sharding: Sharding, ndim: int) -> Dims | None:
     """Return the mesh axes of each dim in a sharding.
 
-    If the sharding is on another mesh, return None: the plan is incomplete then.
+    If the sharding is on another mesh, return None: such a plan is incomplete.
     """
     sizes = step.ledger.sizes
     if isinstance(sharding, NamedSharding):

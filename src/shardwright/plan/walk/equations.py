@@ -54,7 +54,7 @@ def needed_whole(equations: Iterable[Any]) -> set[Any]:
     """Return the variables with several uses where at least one use needs the complete sum.
 
     If such a variable is a partial sum, it is completed once, for all uses. Other partial sums may
-    stay partial, for example if they are only added to another one.
+    stay partial, for example if they are only added to another partial sum.
     """
     uses: Counter[Any] = Counter()
     needed = set()

@@ -197,7 +197,7 @@ class Timeline:
         kept: Sequence[Buffer],
         reserved: Sequence[Buffer],
     ) -> tuple[int, tuple[Live, ...]]:
-        """Return the upper end of the peak in this order, and what is in memory then."""
+        """Return the upper end of the peak in this order, and the values in memory at that time."""
         ends = []
         for either in choices:
             ways = (self._way(fused, results, kept) for fused in either)
@@ -298,7 +298,7 @@ class Timeline:
         return own
 
     def _most(self, way: _Lifetimes, reserved: Sequence[Buffer]) -> tuple[int, tuple[Live, ...]]:
-        """Return the upper end of the peak, and what is in memory then.
+        """Return the upper end of the peak, and the values in memory at that time.
 
         Args:
           way: Which values are fused.

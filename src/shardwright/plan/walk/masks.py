@@ -1,6 +1,6 @@
 """Find masks that a program computes twice, and the sharding that the uses of both require.
 
-A mask is the result of a comparison, such as `index == iota`. One-hots are made of it. A TPU's
+A mask is the result of a comparison, such as `index == iota`. One-hots are made of masks. A TPU's
 compiler computes equal masks once, before it chooses shardings. So a mask gets the sharding that
 the uses of an equal mask require, and its own uses may have to gather it.
 """

@@ -19,8 +19,8 @@ class Transfer:
       axes: Mesh axes that it runs over.
       dims: Mesh axes of each dim of the array whose bytes count: the result of an all-gather, else
         the operand.
-      devices: Devices of one group. The number is lower than that of the mesh axes if the
-        collective runs over only a part of them.
+      devices: Devices of one group. If the collective runs over only a part of the mesh axes, these
+        are fewer devices than the mesh axes have.
     """
 
     kind: Kind

@@ -56,7 +56,7 @@ def split_init(init: Any, count: int, *, sequential: bool = False) -> Any:
     """Return an initializer of `count` kernels `[in, out]`, stacked to `[in, count, out]`.
 
     Args:
-      init: One initializer for all, or a list of them.
+      init: One initializer for all kernels, or a list with one per kernel.
       count: Number of kernels.
       sequential: Whether keys are split off one after another. By default, one split gives all
         keys.
