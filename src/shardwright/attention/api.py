@@ -125,7 +125,7 @@ def explain(
     metadata: Defaults | None = None,
     **options: Any,
 ) -> Choice:
-    """Return the implementation that `dot_product_attention` takes, and why others refuse the call.
+    """Return the implementation that `dot_product_attention` chooses, and why others refuse.
 
     Print the result to read it.
 

@@ -163,7 +163,7 @@ def _call_of(
       k_pages: As for `paged_attention`.
       v_pages: As for `paged_attention`.
       scales: Scales of the pages by name, each an array or None.
-      rows: Number of keys for which a row of the tables has pages.
+      rows: Number of keys that fit into the pages of one row of the tables.
       keywords: The keywords that pages share with `dot_product_attention`.
     """
     for name, pages in (("k", k_pages), ("v", v_pages)):

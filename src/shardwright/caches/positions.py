@@ -55,7 +55,7 @@ def positions_of_rows(spec: CacheSpec, length: jax.Array, start: jax.Array | Non
 
 
 def first_needed(spec: CacheSpec, length: jax.Array) -> jax.Array:
-    """Return the first position that a query at each length sees: 0, or the start of the window."""
+    """Return the first position that the next query of each slot sees: 0, or its window's start."""
     if not spec.is_ring:
         return jnp.zeros_like(length)
     window = spec.capacity if spec.window is None else spec.window

@@ -108,7 +108,7 @@ def invalid_names(named: jax.Array) -> tuple[ConditionalRefusal, ConditionalRefu
 
 
 def refuse_free(named: jax.Array, length: jax.Array) -> jax.Array:
-    """Return `[n]` codes for entries that free slots; `length` is `[batch]`."""
+    """Return the codes of the operation `free`, `[n]`; `length` is `[batch]`."""
     return first_refusal(*invalid_names(named), (at_named(named, length == 0), Refusal.SLOT_EMPTY))
 
 

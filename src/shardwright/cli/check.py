@@ -263,7 +263,7 @@ def _counts_text(findings: Sequence[Finding]) -> str:
 
 
 def check_memory(strategy: Strategy, programs: Mapping[str, Program]) -> Iterator[Finding]:
-    """Yield findings: state on the host that is not donated, and names to save that no value has.
+    """Yield a finding for each state on the host that is not donated, and each unused name to save.
 
     Args:
       strategy: The strategy.

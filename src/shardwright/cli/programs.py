@@ -65,7 +65,8 @@ def read_programs(
     Args:
       model: The file and the function, or the `config.json`.
       mode: Return only this mode. None means all modes that the function returns.
-      devices: Number of devices. For a `config.json` it is the batch, unless `options` has one.
+      devices: Number of devices. It is also the batch of a `config.json`, unless `options` has a
+        batch.
       options: Keyword arguments of the function. Defaults to none.
       notes: List to which the assumptions about a `config.json` are appended. Defaults to none.
 

@@ -53,7 +53,7 @@ def read_reference(
       model: Path of the `config.json`, or of its folder.
       options: `batch`, `length`, `remat`, `chunks`, `repeats`, `param` and `capacity`, as words or
         integers.
-      devices: Number of devices. By default it is the batch: one sequence per device.
+      devices: Number of devices. It is the default of the batch: one sequence per device.
 
     Raises:
       StrategyError: The file or an option is not valid.

@@ -39,7 +39,7 @@ def run(operands: Operands, call: AttentionCall) -> Result:
 
 
 def not_in_cudnn(call: AttentionCall, before: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return why cuDNN cannot serve a call, if every device holds whole sequences.
+    """Return why cuDNN cannot serve a call, given that every device holds whole sequences.
 
     Args:
       call: The call.

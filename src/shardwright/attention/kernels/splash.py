@@ -23,7 +23,7 @@ _MOST_BLOCKS = 2**17
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: a GPU, sharded lengths, or arguments without a kernel."""
+    """Return why a call cannot be served: a GPU, sharded lengths, or unsupported arguments."""
     return (*lengths_are_whole(call), *no_weights(call), *not_in_splash(call))
 
 

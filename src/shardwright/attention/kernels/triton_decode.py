@@ -44,7 +44,7 @@ def supports(call: AttentionCall) -> tuple[str, ...]:
 
 
 def not_in_triton(call: AttentionCall) -> tuple[str, ...]:
-    """Return why the kernel cannot serve a call, if every device holds whole sequences."""
+    """Return why the kernel cannot serve a call, given that every device holds whole sequences."""
     queries = call.q_length * (call.heads // call.kv_heads)
     reasons = {
         IN_A_PLAN: context.TARGET.value is not None,
@@ -218,7 +218,7 @@ def _by_head(rows: jax.Array, q_length: int) -> jax.Array:
 
 
 def _wide(array: jax.Array) -> int:
-    """Return the size of the last dim in a program: Triton has powers of 2 only."""
+    """Return the size of the last dim in a program. Triton has only sizes that are powers of 2."""
     size: int = max(_LEAST_ROWS, 1 << (array.shape[-1] - 1).bit_length())
     return size
 
@@ -231,7 +231,7 @@ def _visible_blocks(
     page_size: int,
     block: int,
 ) -> jax.Array:
-    """Return, for each sequence, the first block that a query sees and the one after the last."""
+    """Return the range of visible blocks of each sequence: the first, and the last plus 1."""
     seen = pair_attends(recipe.mask, q_positions[:, :, None], kv_positions[:, None, :])
     in_pages = jnp.any(seen, axis=1).reshape(seen.shape[0], -1, page_size)
     padded = jnp.pad(in_pages, ((0, 0), (0, 0), (0, -page_size % block)))

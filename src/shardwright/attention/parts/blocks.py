@@ -27,7 +27,7 @@ _Q_DIM, _KV_DIM = dims_along("q_length"), dims_along("kv_length")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
-    """The blocks of a call: lengths, rows of a block, and the number of blocks of each side."""
+    """The blocks of queries and of keys: length, rows of a block, and number of blocks."""
 
     q_length: int
     kv_length: int
@@ -48,7 +48,7 @@ def grid_of(operands: Operands, recipe: Arithmetic) -> Grid:
 
 
 def repeat(count: int, step: Callable[[Any, Any], Any], init: Any) -> Any:
-    """Return `init` after `step(0, ·)`, `step(1, ·)` and so on, `count` times."""
+    """Apply `step(0, ·)`, `step(1, ·)` and so on to `init`, `count` times; return the result."""
     if count == 1:
         return step(jnp.int32(0), init)
     numbers = jnp.arange(count, dtype=jnp.int32)

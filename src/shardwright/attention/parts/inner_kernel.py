@@ -93,7 +93,7 @@ def recipe_of(inner: Inner, shard: Operands, call: AttentionCall) -> Arithmetic:
 
 
 def attend_whole(inner: Inner, call: AttentionCall) -> Callable[..., Any]:
-    """Return a function like `blockwise.attend`, of whole local sequences and a recipe.
+    """Return a function like `blockwise.attend`. It gets whole local sequences and a recipe.
 
     cuDNN returns None for the logsumexp.
     """

@@ -119,7 +119,8 @@ def add_sinks(state: Running, sinks: jax.Array) -> Running:
 def finish(state: Running, *, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Return the output and the logsumexp, float32.
 
-    The output of a row without keys is exactly 0. Its logsumexp is -inf, or the sink of the head.
+    The output of a row without keys is exactly 0. The logsumexp of such a row is -inf, or the sink
+    of the head if there are sinks.
 
     Args:
       state: The state after all keys.

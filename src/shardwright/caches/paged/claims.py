@@ -75,7 +75,10 @@ def claim_pages(
     )
 
     def needs(asking: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """For slots in `asking`: return numbers of pages, first columns, and which need a copy."""
+        """Return numbers of new pages, their first columns, and which slots need a copy.
+
+        Only slots in `asking` get new pages.
+        """
         earlier_copies = jnp.sum(before & asking[None, :], axis=1, dtype=jnp.int32)
         copies = asking & (holders - earlier_copies > 1)
         first = count_pages(lengths, page_size) - copies.astype(jnp.int32)

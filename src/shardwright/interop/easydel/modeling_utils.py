@@ -68,8 +68,8 @@ def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> A
 
     Args:
       *args: Arrays and numbers; None is ignored. If `dtype` is None, the result is their common
-        dtype (`jax.numpy.result_type`), which is promoted with float32 if it must be inexact and is
-        not.
+        dtype (`jax.numpy.result_type`). If the result must be inexact and the common dtype is not,
+        it is promoted with float32.
       dtype: Returned unchanged, if given.
       inexact: Whether the result must be a float or complex dtype, as for a mean or a norm.
 

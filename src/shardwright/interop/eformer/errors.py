@@ -16,7 +16,7 @@ class NotRegisteredError(UnknownAxisError, KeyError):
 
 
 class WrongTypeError(StrategyError, TypeError):
-    """A value has a type that the call does not take."""
+    """A value has a type that the function does not accept."""
 
 
 class NotProvidedError(StrategyError, NotImplementedError):

@@ -133,7 +133,7 @@ def load(
       folder: Folder with `config.json` and safetensors files.
       pm: The manager.
       dtype: Dtype of the weights that are stored as floats of 16 bits or more. Defaults to the
-        stored one.
+        stored dtype.
       axes: Pattern -> annotation, for tensors that the family does not have.
       stack_experts: See `read`.
       stack_layers: See `read`.
@@ -174,7 +174,7 @@ def read(
     Args:
       folder: Folder with `config.json` and safetensors files.
       dtype: Dtype of the weights that are stored as floats of 16 bits or more. Defaults to the
-        stored one.
+        stored dtype.
       axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
         is found in a name applies, even if the table of the family has that tensor.
       stack_experts: Stack the experts of a layer, which are one tensor each in safetensors files,
@@ -414,7 +414,10 @@ def _stack_layers(
 def _groups(
     names: Iterable[str], pattern: re.Pattern[str], problems: list[Problem]
 ) -> dict[str, dict[int, str]]:
-    """Return the names of each stack by number. A name without a number is a group of its own."""
+    """Return the tensors of each stack as number -> name.
+
+    A name without a number is a group of its own.
+    """
     groups: dict[str, dict[int, str]] = {}
     for name in names:
         match = pattern.fullmatch(name)

@@ -89,7 +89,7 @@ class StackedSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Global shape: the number of parts, then the shape of one."""
+        """Global shape: the number of parts, then the shape of one part."""
         return (len(self.parts), *self.parts[0].shape)
 
     @property
