@@ -39,8 +39,8 @@ class LayerInputs:
       number: Index of the layer, int32. Fold this index into a dropout key; otherwise all layers
         would drop the same elements.
       keys: `keys` of the call. In a pipeline, the index of the microbatch is folded into each key.
-      rows: `rows` of the call; in a pipeline, those of the microbatch.
-      streamed: `streamed` of the call; in a pipeline, that of the microbatch.
+      rows: `rows` of the call; in a pipeline, the rows of the microbatch.
+      streamed: `streamed` of the call; in a pipeline, the part for the microbatch.
       per_layer: The part of the call's `per_layer` for this layer.
     """
 

@@ -71,9 +71,9 @@ class TransformerConfig:
         repeats: `(MlpConfig(...), MoEBlockConfig(...))` alternates the two.
       cross: Cross-attention of every layer, between attention and MLP, or None.
       windows: Window of each layer, as a pattern that repeats: `((1023, 0), None)` alternates local
-        and global attention. Defaults to that of `attention` for all.
-      thetas: `rope_theta` of each layer, as a pattern that repeats. Defaults to that of `attention`
-        for all.
+        and global attention. Defaults to the window of `attention`.
+      thetas: `rope_theta` of each layer, as a pattern that repeats. Defaults to the `rope_theta` of
+        `attention`.
       dropout: Probability of dropping an element of a block's output, if `keys` has a dropout key.
       remat: What is kept for the backward pass. "none" keeps everything, "full" keeps only the
         residual, "dots" keeps matmuls with weights, and "blocks" keeps the outputs of the blocks.

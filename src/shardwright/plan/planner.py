@@ -257,7 +257,7 @@ def trace_program(
       manager: Strategy, mesh and mode.
       program: The program to trace.
       topology: The slice that it runs on, or None.
-      platform: The platform whose kernels it calls. Defaults to that of the slice, else to that of
+      platform: The platform whose kernels it calls. Defaults to the platform of the slice, else of
         the mesh.
 
     Raises:

@@ -289,7 +289,8 @@ def _leaf(manager: Manager, array: CountedArray) -> StateLeaf:
 
 
 def _cause(resolution: Resolution | None, counted: LeafBytes, axis: str, manager: Manager) -> Cause:
-    """Return the rule that skipped the mesh axis because of a size, else that of the largest dim.
+    """Return the rule that skipped the mesh axis because of a size, else the rule of the largest
+    dim.
 
     The largest dim is the one with the most elements per device that the mesh axis divides. If
     `policy.largest_dim` names the mesh axis, the cause is the policy, with the reason why it does

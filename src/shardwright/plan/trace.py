@@ -83,7 +83,7 @@ class Trace:
       attention_calls: The calls of attention, and the implementation that each takes.
       typed_for: The manager, if its mesh has Explicit axes. Then shardings are part of the types of
         all values, and the trace fits this manager only.
-      platform: The platform whose kernels the program calls, or None for that of the mesh.
+      platform: The platform whose kernels the program calls, or None for the platform of the mesh.
     """
 
     jaxpr: Any
@@ -243,7 +243,7 @@ def trace(
         activations.
       outputs: Annotations of the outputs. Defaults to the shardings that the program gives them.
       roles: Role of each array of the arguments, or None where its annotation decides.
-      platform: The platform whose kernels the program calls. Defaults to that of the mesh.
+      platform: The platform whose kernels the program calls. Defaults to the platform of the mesh.
     """
     if specs is not None and (not isinstance(specs, (tuple, list)) or len(specs) != len(shapes)):
         raise StrategyError(

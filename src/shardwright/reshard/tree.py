@@ -308,7 +308,7 @@ def on_device(target: NamedSharding) -> NamedSharding:
 
 
 def plain_type(value: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Return the shape and dtype of a leaf. For PRNG keys, return those of their key data."""
+    """Return the shape and dtype of a leaf or, for PRNG keys, of their key data."""
     if not hasattr(value, "dtype"):
         value = np.asarray(value)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):

@@ -90,7 +90,7 @@ class RuleRef:
 
     @property
     def place(self) -> str:
-        """File, line and table. For a composite, those of the members."""
+        """File, line and table. For a composite, the places of the members."""
         places = [
             " ".join(part for part in (ref.source, f"[{ref.table}]" if ref.table else "") if part)
             for ref in self.members or (self,)

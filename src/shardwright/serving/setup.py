@@ -94,7 +94,8 @@ class Setup:
         """Create the caches of the prefill batch. They are dense if the slots are paged.
 
         Args:
-          manager: The manager of the mesh that the caches are on. Defaults to that of prefill.
+          manager: The manager of the mesh that the caches are on. Defaults to the manager of
+            prefill.
         """
         under = self.under(MODE_PREFILL) if manager is None else manager.for_mode(MODE_PREFILL)
         kind, options = ("dense", {}) if self.kind == "paged" else (self.kind, self.options)

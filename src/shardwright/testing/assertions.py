@@ -199,7 +199,7 @@ def assert_collectives(
         `range`. Loops count once per trip. Bytes are counted with the element types that the
         program has before XLA for CPU widens some of them. A program that is already compiled does
         not show all of these types.
-      mesh: Defaults to the manager's, else to that of the program's arguments and results.
+      mesh: Defaults to the manager's mesh, else to the mesh of the program's arguments and results.
       manager: ambient while a function compiles. Defaults to the ambient one.
       trips: number of trips of each loop whose end depends on data.
 
@@ -270,7 +270,7 @@ def assert_no_collectives(
       program: as for `assert_collectives`.
       *args: arguments of a function.
       axis: a mesh axis or a semantic axis, or several. Defaults to all.
-      mesh: Defaults to the manager's, else to that of the program's arguments and results.
+      mesh: Defaults to the manager's mesh, else to the mesh of the program's arguments and results.
       manager: ambient while a function compiles. Defaults to the ambient one.
 
     Raises:

@@ -60,7 +60,7 @@ def assert_same_as_unsharded(
         its own.
       *args: sharded arrays, and trees of them.
       manager: Defaults to the ambient one.
-      mesh: the mesh to set, for functions without a manager. Defaults to that of the arguments.
+      mesh: the mesh to set, for functions without a manager. Defaults to the mesh of the arguments.
       grad: compare gradients too.
       reference: runs on one device instead of `f`, without a manager or a mesh. If `f` contains a
         `NamedSharding` of its mesh, a reference is required. If it contains only bare

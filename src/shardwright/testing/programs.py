@@ -115,7 +115,7 @@ def read_program(
       program: a function, jitted or not, for `args`; the result of `lower` or `compile`; HLO text;
         or a sequence of `Collective`s.
       args: arguments of a function: arrays or `ShapeDtypeStruct`s.
-      mesh: Defaults to the manager's, else to that of the program's arguments and results.
+      mesh: Defaults to the manager's mesh, else to the mesh of the program's arguments and results.
       manager: ambient while a function compiles; maps mesh axes to semantic axes. Defaults to the
         ambient one.
       trips: number of trips of each loop whose end depends on data.

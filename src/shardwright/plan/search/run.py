@@ -81,9 +81,9 @@ def search(
     A candidate is a strategy on a mesh. It is dropped and counted if it does not resolve, does not
     fit, is the same program as another candidate of its strategy, or has a mesh axis that no tensor
     can be sharded over. The result has those that fit first, then those that may fit (verdict
-    `close`). Both are sorted by the upper end of the estimated time, then by that of the memory. If
-    a strategy has Explicit `axis_types`, its candidates are traced one by one, and those that JAX
-    refuses come last. The same arguments always give the same result.
+    `close`). Both are sorted by the upper end of the estimated time, then by the upper end of the
+    memory. If a strategy has Explicit `axis_types`, its candidates are traced one by one, and those
+    that JAX refuses come last. The same arguments always give the same result.
 
     Args:
       program: The program to plan, or one program per mode. One strategy serves all of them.
@@ -657,7 +657,7 @@ def _manager(strategy: Strategy, point: Point) -> PartitionManager:
 
 
 def _tokens(given: Any) -> int:
-    """Return the tokens of an argument: its size of BATCH times that of its length, or 0."""
+    """Return the tokens of an argument: its size of BATCH times its length, or 0."""
     if not isinstance(given, ShardingRequest) or not isinstance(given.annotation, tuple):
         return 0
     sizes: dict[Any, int] = dict(zip(given.annotation, given.shape or (), strict=False))

@@ -66,7 +66,7 @@ class VerifiedCandidate:
 def compiled_seconds(verification: Verification) -> float:
     """Return the upper end of the time, computed from the bytes that the compiled program sends.
 
-    Operations and memory traffic stay those of the plan.
+    Operations and memory traffic are taken from the plan.
     """
     report = verification.report
     assert report.time is not None

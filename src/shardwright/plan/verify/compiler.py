@@ -166,7 +166,7 @@ def make_target(
 
     Args:
       topology: The slices or domains, or None.
-      platform: Defaults to that of the topology, else to `cpu`.
+      platform: Defaults to the platform of the topology, else to `cpu`.
       effort: How much the compiler optimizes.
 
     Raises:

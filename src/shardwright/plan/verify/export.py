@@ -35,8 +35,8 @@ class Exported:
     Attributes:
       program: The serialized `jax.export.Exported`. Its arguments are a flat list of arrays.
       text: The program as text without source lines, so that equal programs have equal texts.
-      specs: Per array, the mesh axes of each dim. The serialized program does not have those of
-        unused arrays.
+      specs: Per array, the mesh axes of each dim. The serialized program does not have the mesh
+        axes of unused arrays.
       donated: Positions of the arrays whose memory the program may overwrite.
       mesh: Size of each mesh axis.
     """

@@ -91,7 +91,7 @@ def verify_plan(
       program: The program to verify.
       topology: The slice that the mesh is on, such as `v5p:4x4x4`. By default, the program is
         compiled for CPUs.
-      platform: `tpu`, `gpu` or `cpu`. Defaults to that of the topology, else to `cpu`.
+      platform: `tpu`, `gpu` or `cpu`. Defaults to the platform of the topology, else to `cpu`.
       effort: How much the compiler optimizes. `low` takes a quarter of the time to compile, and
         changes the memory by less than 10%.
       timeout: Seconds after which the worker is killed.

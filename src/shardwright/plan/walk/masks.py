@@ -143,7 +143,7 @@ def required_dims(
 
 
 def _filled(dims: Dims, other: Dims) -> Dims:
-    """Return `dims`. A dim without mesh axes gets those of the same dim in `other`."""
+    """Return `dims`. A dim without mesh axes gets the mesh axes of the same dim in `other`."""
     used = {axis for axes in dims for axis in axes}
     filled = []
     for axes, more in zip(dims, other, strict=True):

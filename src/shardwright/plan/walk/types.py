@@ -20,7 +20,7 @@ def add_typed_demands(demands: Demands, variables: Iterable[Any], sizes: Mapping
     """Add the sharding of each variable's type to the sharding that constraints require."""
     for variable in variables:
         explicit = explicit_axes(variable.aval)
-        # If no constraint decides and there are no Explicit axes, propagation decides, so add
+        # Without a constraint, propagation decides over Auto mesh axes. If there are any, add
         # nothing.
         if variable in demands or (explicit and explicit >= sizes.keys()):
             dims = demands.get(variable, ((),) * variable.aval.ndim)
