@@ -219,5 +219,6 @@ def test_forty_requests_equal_requests_alone() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"decode_steps": 3}, {"prefill_rows": 4}])
 @pytest.mark.parametrize("strategy", ["single", "serve_tp", "serve_long_context"])
+@pytest.mark.alternate
 def test_sixty_four_requests_equal_requests_alone(strategy: str, options: dict[str, Any]) -> None:
     check(strategy, 64, **options)

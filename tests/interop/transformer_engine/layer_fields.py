@@ -103,6 +103,7 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
         {"transpose_batch_sequence": True, "enable_sequence_parallel": True},
     ],
 }
+ALONE = 1 + sum(map(len, CHOICES.values()))
 MIXED = 45
 
 

@@ -7,15 +7,17 @@ import pytest
 pytest.importorskip("flax.linen")
 
 from shardwright.interop.transformer_engine import flax as modules
-from tests.interop.transformer_engine import cases, goldens
+from tests.interop.transformer_engine import cases, goldens, layer_fields
 
 
 def members(*groups: str) -> list[object]:
     """Return the cases of groups, as parameters of a test."""
     pairs = [(group, case) for group in groups for case in cases.CASES[group]]
-    in_ci = {"mlp-7": [pytest.mark.ci]}
+    # A mixed decoder has all that the encoder of the same fields has.
+    encoders = {f"encoder-{layer_fields.ALONE + at}" for at in range(layer_fields.MIXED)}
+    marks = {"mlp-7": pytest.mark.ci} | dict.fromkeys(encoders, pytest.mark.product)
     return [
-        pytest.param(*pair, id=f"{pair[0]}-{pair[1].name}", marks=in_ci.get(pair[1].name, ()))
+        pytest.param(*pair, id=f"{pair[0]}-{pair[1].name}", marks=marks.get(pair[1].name, ()))
         for pair in pairs
     ]
 
