@@ -347,7 +347,8 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
         raise StrategyError(
             f"num_slices must be an integer, got {given!r}", fix="write a number of slices, or -1"
         )
-    # -1 lets MaxText count the slices of its devices. They are not known here, so assume one slice.
+    # -1 lets MaxText count the slices of its devices. Their number is not known here, so assume one
+    # slice.
     slices = max(count, 1)
     if slices == 1 and (ignored := {axis: size for axis, size in across.items() if size > 1}):
         texts = [f"{[*_keys(axis)][1]}={size}" for axis, size in ignored.items()]

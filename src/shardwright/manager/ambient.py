@@ -69,8 +69,8 @@ def current_manager() -> PartitionManager:
 def current_mesh() -> Mesh | AbstractMesh | None:
     """Return the current mesh, or None.
 
-    These meshes are tried in order: the mesh of `jax.set_mesh`, of an enclosing `shard_map`, of a
-    legacy `with mesh:`, and of the ambient manager. The current mesh is the first that exists.
+    The current mesh is the first of these that exists: the mesh of `jax.set_mesh`, of an enclosing
+    `shard_map`, of a legacy `with mesh:`, and of the ambient manager.
     """
     mesh = _jax.mesh_at_hand()
     if mesh is not None:

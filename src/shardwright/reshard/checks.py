@@ -21,8 +21,8 @@ def check_value(path: str, value: Any) -> list[Problem]:
     """Return a problem if a leaf of the host is not a number, or JAX would cut it to 32 bits."""
     if hasattr(value, "dtype") and not isinstance(value, (np.ndarray, np.generic)):
         return []
-    # JAX has accepted the dtypes of JAX arrays and abstract leaves. Those of leaves of the host are
-    # not checked yet.
+    # JAX has accepted the dtypes of JAX arrays and abstract leaves. The dtypes of leaves on the
+    # host are not checked yet.
     host = np.asarray(value)
     if not _is_number(host.dtype):
         what = f"{quoted(value)} is not an array or a number that JAX can hold"

@@ -114,8 +114,8 @@ class Loop:
             self._read()
             self._fill()
             self._decode()
-            # With `ahead`, the calls of this step stay in flight. Those of the step before are read
-            # now, while the devices compute.
+            # With `ahead`, the calls of this step stay in flight. The calls of the step before are
+            # read now, while the devices compute.
             self._settle(before=self._step)
             self._end_unless_shared()
             self._drop_settled()

@@ -245,8 +245,8 @@ class Prefixes:
             node = stack.pop()
             stack += node.children.values()
             node.is_linked = False
-            # A table may still have this node. It must not find pages below the node that are used
-            # again.
+            # A table may still have this node. The table must not find the pages below this node,
+            # because they are used again.
             node.children = {}
             self._nodes.pop(node.page, None)
             if self.unused.pop(node.page, None) is not None:

@@ -73,7 +73,7 @@ class Case:
     def values(self, dtype: str) -> dict[str, Any]:
         """Return q, k, v and the other arrays. The seed is the length of the case's name.
 
-        They are NumPy arrays, because JAX would compile a program for each.
+        All are NumPy arrays, because JAX would compile a program for each array.
         """
         random = np.random.default_rng(len(self.name))
         b, t, s, h = self.batch, self.q_length, self.kv_length, self.heads

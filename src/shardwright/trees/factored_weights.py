@@ -33,7 +33,7 @@ _STACKS = frozenset({LAYERS, EXPERT})
 class Quantized:
     """A quantized weight, `(value - zero_point) * scale`. Each scale belongs to a block of values.
 
-    It is a pytree node whose children are `ArraySpec`s, arrays, shardings and so on.
+    The weight is a pytree node whose children are `ArraySpec`s, arrays, shardings and so on.
 
     Attributes:
       value: Values, in the weight's shape.
@@ -193,7 +193,7 @@ def annotate_parts(
 class LowRank:
     """A low-rank pair of a weight: `x @ a @ b` is added to `x @ weight` (LoRA, Hu et al. 2021).
 
-    It is a node of a tree.
+    The pair is a node of a tree.
 
     Attributes:
       a: Matrix from the weight's inputs to the rank.

@@ -125,9 +125,9 @@ _UNOWNED_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "DifferentiallyPrivateAggregateState": ("rng_key",),
     "HutchinsonState": ("key",),
 }
-# States of projected parameters, and the field that has the projection. Its shape is (0, 0) if a
-# parameter is not projected. Projected state mixes the dims of the parameter, so it cannot be
-# sharded like the parameter, even if the shapes are equal.
+# States of projected parameters, and the field that has the projection. The projection has the
+# shape (0, 0) if a parameter is not projected. Projected state mixes the dims of the parameter, so
+# it cannot be sharded like the parameter, even if the shapes are equal.
 _PROJECTED: Final[Mapping[str, str]] = {"GaLoreState": "projector"}
 
 

@@ -282,7 +282,7 @@ def check_merged(dims: tuple[Dim, ...], shape: Sequence[int]) -> None:
     """Check that the size of every merged dim is the product of its members.
 
     Raises:
-      RankMismatchError: It is not.
+      RankMismatchError: A size is not this product.
     """
     for position, (dim, size) in enumerate(zip(dims, shape, strict=True)):
         if dim.merged and dim.size != size:

@@ -162,8 +162,8 @@ class Module:
       entry: Computation that starts the program.
       partitions: Number of devices that run it together.
       replicas: Copies of the program, from the old `pmap`; 1 for everything that `jit` compiles.
-      frames: Source line (`file.py:12`) by stack frame id, if the text has that table. It is the
-        innermost line outside of installed libraries.
+      frames: Source line (`file.py:12`) by stack frame id, if the text has that table. Each line is
+        the innermost one outside of installed libraries.
     """
 
     computations: Mapping[str, Computation]

@@ -337,7 +337,7 @@ def _compile(
 
 
 def _run_worker(folder: Path, messages: Any, target: Target, timeout: float) -> int:
-    """Run the worker and return its exit status. It is killed if it runs out of time."""
+    """Run the worker and return its exit status. The worker is killed if it runs out of time."""
     # The worker imports this shardwright, even if it is not installed.
     paths = os.pathsep.join(filter(None, sys.path))
     settings = _SETTINGS[target.platform]

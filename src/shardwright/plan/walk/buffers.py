@@ -437,8 +437,8 @@ def _matmul_inputs(
       choose: Function of a matmul and of a list. The list has, for each operand, the positions of
         the inputs from which the operand is computed. The function returns the entries of the
         operands that it chooses.
-      for_gpus: Whether the walk is for GPUs, which decides the branches that run. It is a part of
-        the key of the cache.
+      for_gpus: Whether the walk is for GPUs, which decides the branches that run. `for_gpus` is a
+        part of the key of the cache.
     """
     sources: dict[Any, set[int]] = {variable: {at} for at, variable in enumerate(jaxpr.invars)}
     found: set[int] = set()

@@ -112,8 +112,8 @@ def partition(lookup: Lookup, dims: Mapping[Name, Dims]) -> tuple[list[LookupMov
 
     Args:
       lookup: The gather or scatter.
-      dims: Mesh axes of each dim of the three arrays. Those of the result are what its uses
-        require.
+      dims: Mesh axes of each dim of the three arrays. For the result, these are the mesh axes that
+        its uses require.
     """
     moves: list[LookupMove] = []
     sure = _partition(lookup, _Level(dims=dims, free=frozenset(lookup.sizes)), moves)
