@@ -326,7 +326,7 @@ def argument_of(leaf: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStru
 
 
 def sharding_of(given: ShardingRequest | NamedSharding | None, manager: Manager) -> NamedSharding:
-    """Return the sharding of an argument on the manager's mesh. By default, it is replicated."""
+    """Return the sharding of an argument on the manager's mesh; replicated if none is given."""
     if isinstance(given, ShardingRequest):
         return manager.sharding_of(manager.answer(given))
     if given is None:
@@ -418,7 +418,7 @@ def read_inputs(
 
 
 def _own_sharding(leaf: Any, mesh: Any) -> NamedSharding | None:
-    """Return the sharding of an argument. Raise an error if it is on another mesh."""
+    """Return the sharding of an argument. Raise an error if the sharding is on another mesh."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
@@ -491,7 +491,7 @@ def check_outputs(traced: Trace, manager: Manager) -> None:
 
 
 def _annotated(tree: Any, annotations: Any, name: str) -> list[Leaf]:
-    """Pair the leaves of a tree with annotations. An error names the argument that has them."""
+    """Pair the leaves of a tree with annotations. An error also names the argument `name`."""
     try:
         return annotated_leaves(tree, annotations)
     except ShardingError as error:

@@ -448,8 +448,8 @@ class Loop:
         """Change the scheduler and a part of the arrays together.
 
         If that fails after the arrays have changed, fail the requests in them. In any case, read
-        the results of the calls in flight: these calls began before the failure, so it does not
-        affect them.
+        the results of the calls in flight: these calls began before the failure, so the failure
+        does not affect them.
         """
         # A call replaces the part, or raises an error first. If it raises later, the part was
         # replaced or its arrays were donated.

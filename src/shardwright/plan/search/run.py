@@ -429,7 +429,7 @@ class _Search:
         )
 
     def _held(self, manager: PartitionManager, mode: str) -> int:
-        """Return the bytes of the arguments on one device. Any trace of the mode has them."""
+        """Return the bytes of the arguments on one device, as any trace of the mode gives them."""
         program = self.programs[mode]
         if program.any_mesh and mode not in self.single and not is_typed(manager):
             one = manager.having(mesh=abstract_mesh(dict.fromkeys(manager.mesh.axis_names, 1)))

@@ -27,8 +27,8 @@ class Buffer:
         compiler may send or sum the value part by part.
       costly: Whether computing it again needs an exponential, a logarithm or a similar function.
       reduced: Whether a reduction reads it.
-      row: If it is the result of a matmul: bytes of the operand that has its last dim, which every
-        row needs.
+      row: If it is the result of a matmul: bytes of the operand that has the last dim of the
+        result. Every row needs this operand.
       turned: Whether it is a matmul whose last dim a transpose moves.
       across: Whether its first dim is along the lanes of a TPU, because its last dim is short.
       dtype: Element type, or "" if it is not known.

@@ -223,7 +223,7 @@ def norm_config(layernorm_type: str, epsilon: float, zero_centered_gamma: bool) 
 
 
 def scale_init_of(scale_init: Any, zero_centered_gamma: bool) -> Any:
-    """Return the initializer of the scale: by default ones, or zeros if it is zero-centered."""
+    """Return the initializer of the scale: by default ones, or zeros for a zero-centered scale."""
     if scale_init is not None:
         return scale_init
     return zeros if zero_centered_gamma else nn.initializers.ones
@@ -257,7 +257,7 @@ class LayerNorm(Module):  # type: ignore[misc]
       epsilon: Added to the variance, or to the mean square, inside the root.
       layernorm_type: "layernorm" or "rmsnorm".
       zero_centered_gamma: Multiply by `1 + scale`; for "layernorm" only.
-      scale_init: Initializer of `scale`. Defaults to ones, or to zeros if it is zero-centered.
+      scale_init: Initializer of `scale`. Defaults to ones, or to zeros under `zero_centered_gamma`.
       scale_axes: Logical names of `scale`.
       bias_init: Initializer of `ln_bias`, which only "layernorm" has.
       bias_axes: Logical names of `ln_bias`.

@@ -189,7 +189,7 @@ def projected(module: Any, x: Any, x_kv: Any) -> tuple[Any, Any, Any, Any]:
         qkv = checkpoint_name(qkv, "combined_qkv_proj")
         return qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :], normed
     if is_fused:
-        # Keys and values of self-attention are projections of the norm too, so it must be returned.
+        # Keys and values of self-attention are projections of the norm's output too, so return it.
         norm["return_layernorm_output"] = module.return_layernorm_output or is_self
     query, normed = LayerNormDenseGeneral(
         sizes[0], kernel_init=query_init, name="query", **flat, **norm
