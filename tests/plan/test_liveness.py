@@ -164,6 +164,22 @@ def test_backward_pass_of_a_loop_may_run_first(recomputes: bool, most: int) -> N
     assert (peak.high, peak.recomputes) == (most, recomputes)
 
 
+def test_unread_value_stays_behind_its_operands() -> None:
+    """Depth-first, the results of `b` come first, because `b` has more readers."""
+    a, b = buffer(10), buffer(30)
+    operand = buffer(20, a, fused=True)
+    of_b, last = [buffer(1) for _ in range(3)], buffer(1)
+    timeline = Timeline()
+    timeline.add(births=[a])
+    timeline.add([a], [operand])
+    timeline.add([a], [b])
+    for each in of_b:
+        timeline.add([b], [each])
+    timeline.add([operand], [buffer(5, operand, fused=True)])
+    timeline.add([operand], [last])
+    assert timeline.peak([*of_b, last], within=True).high == 10 + 30 + 3
+
+
 def test_overwritten_operand_is_counted_once() -> None:
     a, b = Buffer(size=10, kind="parameters"), buffer(10)
     timeline = Timeline()
