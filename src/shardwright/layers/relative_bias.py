@@ -113,7 +113,7 @@ def apply(
 def bucket(config: RelativeBiasConfig, distance: Any) -> np.ndarray:
     """Return the bucket of each distance, computed by NumPy while tracing.
 
-    With n buckets for a direction, a distance d < n/2 is in bucket d, and a larger one in
+    With n buckets for a direction, a distance d < n/2 is in bucket d, and a larger distance in
     `n/2 + floor(log(d / (n/2)) / log(max_distance / (n/2)) * n/2)`, at most n - 1.
 
     Args:
