@@ -98,7 +98,8 @@ def dot_product_attention(
         `interop.easydel.AttentionMetadata`.
 
     Returns:
-      The output, shaped like q with v's head_dim; a `Result` if the call asks for more.
+      The output, shaped like q with v's head_dim; a `Result` if the call also asks for the
+      logsumexp or the weights.
 
     Raises:
       AttentionError: The arguments do not fit each other, or no implementation can serve the call.

@@ -1,4 +1,4 @@
-"""A cache of unchanged keys and values: all positions up to the capacity, or the latest ones."""
+"""A cache of unchanged keys and values: all positions up to the capacity, or the last positions."""
 
 from __future__ import annotations
 

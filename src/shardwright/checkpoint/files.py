@@ -110,7 +110,7 @@ def _remove(folder: str) -> None:
 
 
 def fix_of_write(error: Exception, takes: str) -> str | None:
-    """Return what to do about an error of a write. None if the operating system did not refuse it.
+    """Return what to do about a failed write. None if the operating system did not refuse it.
 
     Args:
       error: Error of Python, or of TensorStore.

@@ -30,7 +30,7 @@ COMMANDS: dict[str, str] = {
     "check": "find mistakes in a strategy, or in the axes of a model",
     "diff": "compare how tensors are sharded under two strategies, meshes or modes",
     "plan": "show what a model holds on each device, and what it sends",
-    "profile": "show what a program took on its devices, beside its plan",
+    "profile": "show how long a program took on its devices, beside its plan",
     "prove": "say whether two programs are compiled to the same partitioned program",
     "search": "find meshes and strategies for a model on TPUs or GPUs",
     "open": "write plans of many candidates as one HTML page to explore",

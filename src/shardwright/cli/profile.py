@@ -1,4 +1,4 @@
-"""`shardwright profile`: what a program took on its devices, beside its plan."""
+"""`shardwright profile`: how long a program took on its devices, beside its plan."""
 
 from __future__ import annotations
 

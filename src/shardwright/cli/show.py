@@ -92,7 +92,7 @@ class ProgressLine:
         self._due = now + self._every
         text = visible(f"{state}, {now - self._started:.0f} s")
         # A carriage return goes back to the first column, and the padding erases the rest of a
-        # longer line before.
+        # longer previous line.
         sys.stderr.write(f"\r{text:<{self._width}}" if self._terminal else f"{text}\n")
         sys.stderr.flush()
         self._width = len(text)

@@ -162,7 +162,7 @@ def unify(left: AtomDim, right: AtomDim, on_conflict: Callable[[Atom, Atom], Non
             larger, smaller = (first, second) if first.size > second.size else (second, first)
             if larger.size % smaller.size or (larger.name and not smaller.is_shards):
                 # A named factor, such as HEAD_DIM, is whole; only a `shard_map` cuts it. The
-                # factors differ, so nothing is known about the rest.
+                # factors differ, so nothing is known about the remaining factors.
                 return
             # Factors are major first, so the larger atom begins with the smaller one.
             larger.split(smaller.size, keep_name=smaller.is_shards)

@@ -30,7 +30,7 @@ class ActivationOrigin:
 
 
 def new_origin(parents: Sequence[ActivationOrigin], *, is_matmul: bool = False) -> ActivationOrigin:
-    """Return the origin of a value that is computed from others."""
+    """Return the origin of a value that is computed from other values."""
     depth = 1 + max((parent.depth for parent in parents), default=0)
     return ActivationOrigin(tuple(parents), is_matmul, depth)
 

@@ -26,7 +26,7 @@ def annotate(model: Any, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -
     """Return the annotation of each array of `arrays(model)`, chosen by its path, as a tree.
 
     Args:
-      model: A tree of equinox, or what `equinox.filter_eval_shape` returns for one.
+      model: A tree of equinox, or what `equinox.filter_eval_shape` returns for such a tree.
       rules: Pattern of a path -> annotation, as `sw.match_paths` takes them. The content of a file
         with the text of `Inferred.toml()` is such a mapping.
 
@@ -61,7 +61,8 @@ def infer(
     """Infer the axes of each array of a model from one trace of it. Nothing is computed.
 
     Args:
-      model: A callable tree of equinox, or what `equinox.filter_eval_shape` returns for one.
+      model: A callable tree of equinox, or what `equinox.filter_eval_shape` returns for such a
+        tree.
       *inputs: Arguments of `call` after the model: trees of arrays or of their shapes.
       seeds: The axes of each array of the inputs, such as `[(BATCH, LENGTH), None]`.
       call: Function of the model and the inputs. Defaults to `model(*inputs)`. Models of equinox
@@ -114,7 +115,7 @@ def place(model: Any, pm: "PartitionManager", annotations: Any) -> Any:
 
 
 def arrays(model: Any) -> Any:
-    """Return a model with None for each leaf that is not an array or the shape of one."""
+    """Return a model with None for each leaf that is not an array or the shape of an array."""
     return library("equinox").filter(model, _is_array)
 
 

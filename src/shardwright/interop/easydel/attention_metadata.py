@@ -82,7 +82,7 @@ class AttentionMetadata:
         that of the rules is an error. The default, "sp", is not checked.
       mesh: Defaults to that of the ambient manager, else to the ambient mesh.
       platform: Must equal `backend`, which is the default.
-      backend: "cpu", "gpu" or "tpu". Defaults to the current one.
+      backend: "cpu", "gpu" or "tpu". Defaults to the current backend.
       partition_axis: Rules as attributes. Defaults to `PartitionAxis()`.
       partition_manager: Rules and mesh. By default, a manager of `partition_axis` and `mesh` if one
         of the two is given, else the ambient manager.
@@ -374,7 +374,7 @@ class AttentionMetadata:
 
         Raises:
           AttentionError: The manager has other rules than those of `partition_axis`, and JSON would
-            lose these.
+            lose these rules.
         """
         # A strategy from a file has more than `partition_axis`. JSON would lose the rest.
         if self.partition_manager != PartitionManager(self.partition_axis, mesh=self.mesh):

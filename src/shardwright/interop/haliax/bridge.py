@@ -87,7 +87,7 @@ def annotate(model: Any, names: Names = NAMES) -> Any:
     haliax, an array without names is replicated.
 
     Args:
-      model: A tree with `NamedArray`s, or what `equinox.filter_eval_shape` returns for one.
+      model: A tree with `NamedArray`s, or what `equinox.filter_eval_shape` returns for such a tree.
       names: Axis name in the model -> axis.
 
     Raises:
@@ -119,7 +119,7 @@ def annotate(model: Any, names: Names = NAMES) -> Any:
 
 
 def arrays(model: Any) -> Any:
-    """Return a model with None for each leaf that is not an array or the shape of one."""
+    """Return a model with None for each leaf that is not an array or the shape of an array."""
     import equinox
 
     kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)

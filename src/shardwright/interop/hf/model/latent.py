@@ -118,7 +118,7 @@ def apply(
     q, q_rope = q[..., : config.plain_dim], rope(q[..., config.plain_dim :], positions)
     both = einsum("bse,er->bsr", x, w["down"], out=_LATENT)
     rows = norm.apply(norm.RMS, w["down_norm"], both[..., : config.rank])
-    # One rotated key for all heads, as a head of size 1.
+    # One rotated key for all heads: the dim of heads has size 1.
     k_rope = rope(both[..., None, config.rank :], positions)
     # The scale is that of the whole head, although the latent is longer.
     scale = config.head_dim**-0.5

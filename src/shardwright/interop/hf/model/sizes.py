@@ -194,7 +194,7 @@ def _sizes(
     )
 
 
-# Family -> how often a layer without a window comes, where the configuration does not say.
+# Family -> one of how many layers has no window, where the configuration does not say.
 _EVERY: Final = MappingProxyType({"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2})
 # Family -> base of the rotary frequencies, where the configuration does not say.
 _THETAS: Final = MappingProxyType(

@@ -343,7 +343,7 @@ def apply_logical_sharding(
     Args:
       x: JAX or NumPy arrays.
       partition_manager: A manager of this package, or a `shardwright.PartitionManager`. Defaults to
-        the ambient one.
+        the ambient manager.
       axes: See `PartitionManager.resolve`.
       mode: See `PartitionManager.resolve`.
       dynamic_axes: See `PartitionManager.resolve`.
