@@ -60,7 +60,7 @@ class Manager:
       mesh: A mesh with devices, or an abstract one.
       mode: Mode of requests that do not have one, or None.
       name: Name of the strategy, or empty.
-      effect: What `shard`, `hint` and `gather` add to a trace.
+      effect: The constraints or annotations that `shard`, `hint` and `gather` add to a trace.
       options: Options for the processes of the mesh.
       sizes: Size of each mesh axis.
       cache: Values derived from the fields; see `remember`.

@@ -213,7 +213,7 @@ def leaf_bytes(value: Any, sharding: Any, *, path: str = "") -> LeafBytes:
         # The key is text, because slices have no hash before Python 3.12.
         places = {str(index) for index in sharding.devices_indices_map(shape).values()}
         copies = sharding.num_devices // len(places)
-    # Typed random keys have a dtype that NumPy does not know.
+    # Typed random keys have a dtype that NumPy does not know, so take it as it is.
     extended = jax.numpy.issubdtype(value.dtype, jax.dtypes.extended)
     return LeafBytes(
         path=path,
