@@ -88,7 +88,7 @@ class KVCache(abc.ABC):
     `dataclasses.field(metadata=buffer(...))`.
 
     Attributes:
-      spec: The static part.
+      spec: The static part of the cache.
       length: `[batch]` int32, tokens of each slot; 0 for a free slot.
     """
 

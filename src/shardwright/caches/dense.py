@@ -22,7 +22,7 @@ class DenseCache(RowCache):
     """Keys and values of `capacity` positions per slot; with `overflow="ring"` the latest ones.
 
     Attributes:
-      spec: The static part.
+      spec: The static part of the cache.
       length: `[batch]` int32.
       start: See `RowCache`.
       k: `[batch, capacity, kv_heads, head_dim]`.

@@ -79,7 +79,7 @@ class QuantizedCache(RowCache):
     """A `DenseCache` that stores keys and values in int8 or fp8.
 
     Attributes:
-      spec: The static part. Its dtype is that of the keys and values that are appended.
+      spec: The static part of the cache. `dtype` is the dtype of appended keys and values.
       length: `[batch]` int32.
       start: See `RowCache`.
       k: `[batch, capacity, kv_heads, head_dim]`, int8 or float8.
@@ -108,7 +108,7 @@ def make(spec: CacheSpec, *, stored: Any = "int8") -> QuantizedCache:
     """Return an empty cache.
 
     Args:
-      spec: The static part.
+      spec: The static part of the cache.
       stored: Dtype of the rows: int8, float8_e4m3fn or float8_e5m2.
 
     Raises:

@@ -74,7 +74,7 @@ def check_model(
       text: `file.py:function`. Without `--params`, the function returns programs.
       arguments: The command line.
       own_axes: Axes that the strategies of the command line declare.
-      settings: These strategies on their meshes.
+      settings: The strategies of the command line, on their meshes.
 
     Raises:
       ShardingError: The model or its annotations cannot be read.

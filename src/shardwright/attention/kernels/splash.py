@@ -17,7 +17,7 @@ from shardwright.attention.parts.shards import (
     run_opaque,
 )
 
-# The largest number of entries in the table of blocks. Each takes 4 bytes of the scalar memory,
+# The largest number of entries in the table of blocks. An entry takes 4 bytes of the scalar memory,
 # which has 1 MiB.
 _MOST_BLOCKS = 2**17
 

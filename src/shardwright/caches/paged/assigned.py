@@ -32,7 +32,7 @@ class AssignedPages(KVCache):
     table: a slot whose next tokens have no page is refused.
 
     Attributes:
-      spec: The static part.
+      spec: The static part of the cache.
       length: `[batch]` int32.
       k_pages: `[pages, page_size, kv_heads, head_dim]`.
       v_pages: `[pages, page_size, kv_heads, v_dim]`.

@@ -43,7 +43,7 @@ class PagedCache(KVCache):
     sharded by page.
 
     Attributes:
-      spec: The static part.
+      spec: The static part of the cache.
       length: `[batch]` int32.
       k_pages: `[pages, page_size, kv_heads, head_dim]`.
       v_pages: `[pages, page_size, kv_heads, v_dim]`.
@@ -183,7 +183,7 @@ def make(spec: CacheSpec, *, page_size: int = 16, pages: int | None = None) -> P
     """Return an empty cache.
 
     Args:
-      spec: The static part. `capacity` limits a slot even if more pages are free.
+      spec: The static part of the cache. `capacity` limits a slot even if more pages are free.
       page_size: Rows of a page.
       pages: Size of the pool. Defaults to what all slots need at their capacity.
 

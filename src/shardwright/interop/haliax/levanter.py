@@ -121,7 +121,7 @@ def to_strategy(
     Args:
       config: A YAML file, or its content.
       overrides: Key -> value, such as "trainer.model_axis_size": 2 or "trainer.mesh.axes.model": 2.
-        It replaces the value of the file.
+        An override replaces the value of the file.
       names: Axis name -> axis. A name that is not in `names` becomes a new axis: `embed` becomes
         `logical_embed`.
       replicated: Axis names that the configuration does not map.

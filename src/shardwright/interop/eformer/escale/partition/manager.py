@@ -306,8 +306,8 @@ def read_request(axes: Any, mode: Any, dynamic_axes: Any) -> tuple[Any, str | No
         )
     annotation = dynamic_axes if _absent(axes) else axes
     mode_name = None if _absent(mode) or isinstance(mode, int) else mode
-    # An integer mode is the index of a dim. It belongs to the layout, which reads the mode from the
-    # size of this dim.
+    # An integer mode is the index of a dim. The index is for the layout, which reads the mode from
+    # the size of this dim.
     index = {"mode": mode} if isinstance(mode, int) else {}
     if isinstance(annotation, type) and issubclass(annotation, DynamicShardingAxes):
         return annotation(**index), mode_name
