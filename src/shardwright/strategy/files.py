@@ -87,11 +87,6 @@ def file_to_edit(name: str, source: str) -> str:
     return source or "the strategy"
 
 
-def read_preset(name: str) -> Parsed:
-    """Read a preset: its data and the origin of each key."""
-    return parse(preset_text(name), format="toml", source=f"{name}.toml")
-
-
 def preset_text(name: str) -> str:
     """Return the text of a preset's file, comments included."""
     if not isinstance(name, str) or name not in preset_names():

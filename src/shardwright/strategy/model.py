@@ -486,7 +486,7 @@ class Strategy(BaseModel):
         Raises:
           StrategyError: No preset has this name; `presets()` lists them.
         """
-        return cls._from_data(*files.read_preset(name))
+        return _preset(name, files.preset_text(name))
 
     @staticmethod
     def presets() -> tuple[str, ...]:
@@ -632,3 +632,8 @@ class Strategy(BaseModel):
         return create_mesh(
             dict(self.mesh), devices=devices, axis_types=self.axis_types, dcn=dict(self.dcn) or None
         )
+
+
+@functools.cache
+def _preset(name: str, text: str) -> Strategy:
+    return Strategy._from_data(*files.parse(text, format="toml", source=f"{name}.toml"))
