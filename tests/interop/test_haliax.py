@@ -77,7 +77,7 @@ class Model(eqx.Module):
 
 @functools.cache
 def model() -> Any:
-    return Model.init(key=jax.random.key(0))
+    return eqx.filter_jit(Model.init)(key=jax.random.key(0))
 
 
 @eqx.filter_jit

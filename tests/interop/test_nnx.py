@@ -30,7 +30,7 @@ TOKENS = np.asarray(np.random.default_rng(0).integers(0, 64, (8, 16)))
 
 
 def kernel(*names: str) -> Any:
-    return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+    return nnx.with_partitioning(nnx.initializers.lecun_uniform(), names)
 
 
 class Adapter(nnx.Variable):
@@ -86,7 +86,7 @@ class Model(nnx.Module):
 def elsewhere() -> Any:
     """Return a model that is created without a manager."""
     with nnx.use_eager_sharding(False):
-        return Model(nnx.Rngs(0))
+        return nnx.jit(lambda: Model(nnx.Rngs(0)))()
 
 
 def losses(model: Any) -> list[float]:
