@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +21,9 @@ def draw(*shape: int) -> np.ndarray:
     return RNG.normal(size=shape).astype(np.float32)
 
 
+start, update, merge, finish = map(
+    jax.jit, (online.start, online.update, online.merge, online.finish)
+)
 QUERIES, KEYS, VALUES = (
     draw(BATCH, Q, HEADS, D),
     draw(BATCH, KV, KV_HEADS, D),
@@ -56,7 +60,7 @@ def piece(state: online.Running, low: int, high: int, **extra: Any) -> online.Ru
         name: jnp.asarray(x[:, low:high] if name == "v_scale" else x[..., low:high])
         for name, x in extra.items()
     }
-    return online.update(
+    return update(
         state,
         jnp.asarray(LOGITS[..., low:high]),
         jnp.asarray(SEEN[..., low:high]),
@@ -66,20 +70,20 @@ def piece(state: online.Running, low: int, high: int, **extra: Any) -> online.Ru
 
 
 def begin() -> online.Running:
-    return online.start(jnp.asarray(QUERIES), jnp.asarray(VALUES))
+    return start(jnp.asarray(QUERIES), jnp.asarray(VALUES))
 
 
 def assert_finished(
     state: online.Running, wanted: tuple[np.ndarray, np.ndarray], **options: Any
 ) -> None:
-    out, lse = online.finish(state, **options)
+    out, lse = finish(state, **options)
     assert out.dtype == lse.dtype == jnp.float32
     np.testing.assert_allclose(out, wanted[0], rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(lse, wanted[1], rtol=2e-5, atol=2e-6)
 
 
 def test_state_before_any_key() -> None:
-    state = online.start(jnp.asarray(QUERIES, jnp.bfloat16), jnp.asarray(VALUES, jnp.bfloat16))
+    state = start(jnp.asarray(QUERIES, jnp.bfloat16), jnp.asarray(VALUES, jnp.bfloat16))
     assert {x.dtype for x in (state.o, state.m, state.l)} == {jnp.dtype(jnp.float32)}
     np.testing.assert_array_equal(state.o, np.zeros((BATCH, HEADS, Q, V)))
     np.testing.assert_array_equal(
@@ -94,7 +98,7 @@ def test_pieces_give_the_whole(cuts: tuple[int, ...]) -> None:
     for low, high in itertools.pairwise(cuts):
         state = piece(state, low, high)
     assert_finished(state, expected())
-    out, lse = online.finish(state)
+    out, lse = finish(state)
     assert not out[0, -1].any(), "a row without keys is exactly 0"
     assert np.isneginf(lse[0, :, -1]).all()
 
@@ -107,9 +111,9 @@ def test_scaled_and_dropped_values() -> None:
 
 def test_disjoint_sets_of_keys_merge() -> None:
     first, second = piece(begin(), 0, 4), piece(begin(), 4, 6)
-    assert_finished(online.merge(first, second), expected())
-    assert_finished(online.merge(second, first), expected())
-    assert_finished(online.merge(first, begin()), online.finish(first))
+    assert_finished(merge(first, second), expected())
+    assert_finished(merge(second, first), expected())
+    assert_finished(merge(first, begin()), finish(first))
 
 
 def test_sinks_take_weight_and_give_nothing() -> None:
@@ -125,12 +129,12 @@ def test_rounding_error_of_a_logsumexp() -> None:
     logits = jnp.full((1, 1, 2, 3), -1e9, jnp.float32)
     seen = jnp.array([[True] * 3, [False] * 3])[None, None]
     values = jnp.ones((1, 3, 1, 1))
-    state = online.update(online.start(jnp.ones((1, 2, 1, 1)), values), logits, seen, values)
-    lse = online.finish(state)[1]
+    state = update(start(jnp.ones((1, 2, 1, 1)), values), logits, seen, values)
+    lse = finish(state)[1]
     lost = online.lse_error_of(state, lse)
     np.testing.assert_allclose(lost[0, 0], [np.log(3.0), 0.0], rtol=1e-6)
     state = piece(begin(), 0, 6)
-    assert np.abs(online.lse_error_of(state, online.finish(state)[1])).max() < 1e-5
+    assert np.abs(online.lse_error_of(state, finish(state)[1])).max() < 1e-5
 
 
 @pytest.mark.full(but=["bfloat16"])

@@ -27,13 +27,16 @@ def manager_of(mesh: str, *, queries: str = "sp", keys: str = "sp") -> sw.Partit
 
 
 def operands(*, rows: int = 96) -> dict[str, jax.Array]:
-    keys = iter(jax.random.split(jax.random.key(5), 5))
+    random = np.random.default_rng(5)
+    shapes = {
+        "q": (2, CHUNK, HEADS, DIM),
+        "k": (2, rows, KV_HEADS, DIM),
+        "v": (2, rows, KV_HEADS, DIM),
+        "bias": (1, HEADS, CHUNK, rows),
+        "sinks": (HEADS,),
+    }
     return {
-        "q": jax.random.normal(next(keys), (2, CHUNK, HEADS, DIM)),
-        "k": jax.random.normal(next(keys), (2, rows, KV_HEADS, DIM)),
-        "v": jax.random.normal(next(keys), (2, rows, KV_HEADS, DIM)),
-        "bias": jax.random.normal(next(keys), (1, HEADS, CHUNK, rows)),
-        "sinks": jax.random.normal(next(keys), (HEADS,)),
+        name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in shapes.items()
     }
 
 

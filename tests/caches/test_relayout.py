@@ -69,7 +69,7 @@ def make(kind: str = "dense", **changes: Any) -> Any:
 def filled(kind: str = "dense", **changes: Any) -> Any:
     cache = make(kind, **changes)
     shape = (cache.batch, 5, cache.spec.kv_heads, cache.spec.head_dim)
-    k = jax.random.normal(jax.random.key(0), shape)
+    k = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
     valid = np.arange(5)[None] < np.arange(1, cache.batch + 1)[:, None]
     return cache.append(k, -k, valid=valid).require()
 

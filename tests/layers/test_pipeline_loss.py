@@ -205,7 +205,7 @@ def test_gradients_are_reduced_once(schedule: str, mesh: str, gather: str, kind:
     assert {each.count for each in sums} == {1}
     of_stage = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS["dense"])) // pm.sizes["pp"]
     # Over fsdp or tp, a device has a half of each matrix.
-    halves = gather == "tick" and "dp:2" != mesh.split(",")[-1]
+    halves = gather == "tick" and mesh.split(",")[-1] != "dp:2"
     assert sum(each.logical_bytes for each in sums) >= of_stage // (2 if halves else 1)
 
 
