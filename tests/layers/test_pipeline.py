@@ -288,7 +288,7 @@ def test_schedule_none_gathers_layers(kind: str) -> None:
     blocks.assert_close(got, of_the_whole_batch())
 
 
-@pytest.mark.full(but=["pp+dp-explicit"])
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("batch", "kind"), [("dp", "auto"), ("dp", "explicit"), ("pp+dp", "explicit")]
 )

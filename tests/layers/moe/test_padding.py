@@ -39,13 +39,13 @@ def padded_with(value: float) -> np.ndarray:
 @functools.cache
 def tokens_alone() -> Any:
     """What the tokens give without any padding: the oracle."""
-    return evaluate(parameters(MOE), X[VALID], TARGET[VALID], None)
+    return jax.device_get(evaluate(parameters(MOE), X[VALID], TARGET[VALID], None))
 
 
 @pytest.mark.parametrize("value", [1.0, np.nan])
 def test_padding_changes_nothing(value: float) -> None:
-    (gradient, of_x), (y, stats) = evaluate(
-        parameters(MOE), padded_with(value), TARGET, jnp.asarray(VALID)
+    (gradient, of_x), (y, stats) = jax.device_get(
+        evaluate(parameters(MOE), padded_with(value), TARGET, jnp.asarray(VALID))
     )
     (wanted, wanted_of_x), (wanted_y, wanted_stats) = tokens_alone()
     assert error(y[VALID], wanted_y) <= 1e-6
