@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwright import _jax
 from shardwright.attention.choose import Choice, choose
 from shardwright.attention.inputs import Defaults, describe, manager_of, read, read_options
-from shardwright.attention.run import run
+from shardwright.attention.run import run, run_inline
 
 
 def dot_product_attention(
@@ -113,7 +114,9 @@ def dot_product_attention(
     options = read_options(keywords, metadata)
     operands, call = read(q, k, v, options)
     choice = choose(call, implementation=implementation, manager=manager_of(options))
-    result = run(choice.require(), operands, call)
+    ambient = _jax.ambient_mesh()
+    inside = ambient is not None and ambient.manual_axes
+    result = (run_inline if inside else run)(choice.require(), operands, call)
     return result if options.return_lse or options.return_weights else result.o
 
 
