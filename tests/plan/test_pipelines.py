@@ -21,7 +21,7 @@ from shardwright.plan.hardware import parse_topology, read_hardware
 from shardwright.plan.search.settings import read_pins, with_settings
 from shardwright.plan.walk.events import Event
 from shardwright.testing import cpu_mesh
-from tests.interop.hf.test_decoder_plans import CONFIGS
+from tests.interop.hf.test_decoder_plans import CONFIGS, small_config
 from tests.layers import blocks, pipeline_memory
 from tests.layers.test_pipeline import DENSE, X
 from tests.layers.test_pipeline_loss import manager
@@ -199,6 +199,24 @@ def test_bubbles_take_time() -> None:
             flops.append(pm.plan(step, *shapes, specs=axes).walked.flops)
     # The layers take (1 + (S - 1) / m) of their time without a bubble, and the head the same.
     assert flops[0] - flops[1] == 2 * (flops[1] - flops[2]) > 0
+
+
+@pytest.mark.full
+def test_search_finds_a_circular_pipeline(tmp_path: Path) -> None:
+    """Rows of a microbatch divide over fsdp=4, and do not divide over fsdp and pp together."""
+    sizes = read_config(small_config(CONFIGS / "llama-3-8b.json", tmp_path, num_hidden_layers=4))
+    found = sw.search(
+        {"train": programs(sizes, batch=16, length=8, repeats=2)["train"]},
+        {"fsdp_pp": sw.Strategy.preset("fsdp_pp")},
+        topology="v5e:2x4",
+        pins=["mesh.pp=2", "mesh.fsdp=4", "pipeline.microbatches=4"],
+        vary={"pipeline.repeats": ("1", "2"), "pipeline.schedule": ("gpipe", "circular")},
+    )
+    (only,) = found.candidates
+    assert only.settings["pipeline.schedule"] == "circular"
+    assert only.settings["pipeline.repeats"] == "2"
+    # The specs have two repeats, and a stage of gpipe has one.
+    assert found.dropped == {"LayerError": 2, "StrategyError": 1}
 
 
 def test_pins_of_a_pipeline_are_numbers() -> None:

@@ -216,6 +216,16 @@ def test_pipeline_is_varied_where_there_is_one() -> None:
     ]
 
 
+def test_alternatives_may_need_each_other() -> None:
+    strategies = {"fsdp_pp": sw.Strategy.preset("fsdp_pp")}
+    repeats, circular = {"pipeline.repeats": ("1", "2")}, {"pipeline.schedule": "circular"}
+    Space(strategies=strategies, devices=2, vary=repeats, pins=circular).check_settings()
+    both = {**repeats, "pipeline.schedule": ("gpipe", "circular")}
+    Space(strategies=strategies, devices=2, vary=both).check_settings()
+    with raises(sw.StrategyError, "repeats = 2", path="pipeline.repeats", fix="circular"):
+        Space(strategies=strategies, devices=2, vary=repeats).check_settings()
+
+
 def test_low_ranks_are_counted_not_walked() -> None:
     every = search(vary={"head": (None, "-")}, orders=True)
     some = search(vary={"head": (None, "-")}, orders=True, walks=4)

@@ -45,6 +45,7 @@ from shardwright.plan.search.space import Point, Space, default_strategies
 from shardwright.plan.search.unused import UnusedAxes
 from shardwright.plan.trace import Trace, is_typed
 from shardwright.resolution.partition_specs import entry_names
+from shardwright.resolution.pipeline import STAGES
 from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.axes import BATCH, LENGTH, QUERY_LENGTH
 from shardwright.vocabulary.modes import MODE_TRAIN, parse_mode
@@ -444,10 +445,12 @@ class _Search:
     def _judged_by(self, manager: PartitionManager, mode: str) -> _Shared:
         """Return the trace by whose annotations a candidate is ranked.
 
-        This is the trace on one device. If there is none, or if the mesh has Explicit axes, it is a
-        trace that fits the candidate.
+        This is the trace on one device. If there is none, if the mesh has Explicit axes, or if the
+        layers run in stages, whose arrays pp does not shard, it is a trace that fits the candidate.
         """
-        if mode in self.single:
+        settings = manager.rules.pipeline
+        stages = manager.sizes.get(STAGES, 1) if settings is not None and settings.runs else 1
+        if mode in self.single and stages == 1:
             single = _Shared(-1, *self.single[mode], {})
             if not is_typed(manager):
                 return single

@@ -132,7 +132,8 @@ class Space:
     def check_settings(self) -> None:
         """Check the pins in each strategy, and that each alternative fits at least one strategy.
 
-        Otherwise the same error would drop each candidate.
+        Otherwise the same error would drop each candidate. An alternative may need alternatives of
+        other keys of its table: only a circular pipeline has repeats.
 
         Raises:
           ShardingError: A pin does not fit a strategy, or an alternative fits none.
@@ -141,19 +142,28 @@ class Space:
         for name in self.strategies:
             self.strategy(name, pins)
         for key, texts in self.vary.items():
+            table = key.rpartition(".")[0]
+            others = [each for each in self.vary if table and each.rpartition(".")[0] == table]
             for text in texts:
                 if text is not None and key not in pins:
-                    self._check_alternative({key: text})
+                    beside = [
+                        dict(zip(others, each, strict=True)) for each in self._alternatives(others)
+                    ]
+                    tried = [{**each, key: text, **pins} for each in ({}, *beside)]
+                    self._check_alternative(tried)
 
-    def _check_alternative(self, setting: Settings) -> None:
+    def _check_alternative(self, tried: Sequence[dict[str, str | None]]) -> None:
         errors: list[ShardingError] = []
-        for name in self.strategies:
-            try:
-                self.strategy(name, setting)
-            except ShardingError as error:
-                errors.append(error)
-        if errors and len(errors) == len(self.strategies):
-            raise errors[0]
+        for texts in tried:
+            settings = {key: text for key, text in texts.items() if text is not None}
+            for name in self.strategies:
+                try:
+                    self.strategy(name, settings)
+                except ShardingError as error:
+                    errors.append(error)
+                else:
+                    return
+        raise errors[0]
 
     def _alternatives(self, keys: Sequence[str]) -> Iterator[tuple[str | None, ...]]:
         # An alternative that is written twice would give equal candidates.
