@@ -46,8 +46,8 @@ def attention(implementation: Implementation, operands: Operands, call: Attentio
 # Outside a trace, `shard_map` without `jit` would trace and compile again at every call.
 run = functools.partial(jax.jit, static_argnums=(0, 2))(attention)
 
-# On TPUs, XLA's partitioner aborts if a function that has a `shard_map` in it is called twice inside
-# of another `shard_map`. So inside of one, layers share the trace, but not the compiled function.
+# On TPUs, XLA's partitioner aborts if a function with a `shard_map` in it is called twice inside
+# another `shard_map`. So inside one, layers share the trace, but not a function of the program.
 run_inline = functools.partial(jax.jit, static_argnums=(0, 2), inline=True)(attention)
 
 

@@ -126,7 +126,7 @@ class SemanticShardMap:
                 mapped = _jax.call_shard_map(
                     f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
                 )
-            # Without jit, shard_map traces and compiles at every eager call. Inside of another
+            # Without jit, shard_map traces and compiles at every eager call. Inside another
             # `shard_map`, do not share the function between calls: see `attention.run_inline`.
             mapped = self._cache[key] = jax.jit(mapped, inline=mesh is None)
         return mapped(*args)
