@@ -6,8 +6,7 @@ values it keeps. `fusion` lists the choices.
 * The upper end counts every value that a compiler cannot fuse into its use: matmuls, results of
   collectives and of loops, and elementwise values with several uses. A fused value keeps its
   operands alive instead. Results that do not reuse the memory of a donated argument are in memory
-  from the start. With loops, the upper end also covers another order of the equations, see
-  `_depth_first`.
+  from the start. The upper end also covers another order of the equations, see `_depth_first`.
 * The lower end is that of a compiler at its best. Each chain of elementwise values overwrites a
   value that it starts with. A sum over devices is never in memory as a whole.
 
@@ -142,16 +141,19 @@ class Timeline:
             [fused_buffers(self._entries, reads, each, join=join) for join in (False, True)]
             for each in (Fusion.NARROW, Fusion.WIDE)
         ]
-        most = [self._highest(choices, results, kept, reserved)]
+        # Compiled programs show both ways, so the upper end covers the larger one.
+        most = [max(self._highest(choices, results, kept, reserved), key=_bytes)]
         recomputes = self.recomputes or any(entry.inner.recomputes for entry in self._entries)
         # XLA takes the best of several schedules. In programs with loops, the best one is often
-        # depth-first.
-        if not recomputes and (within or any(entry.loop for entry in self._entries)):
+        # depth-first. In others it is so only if it needs little memory, so the smaller way counts.
+        if not recomputes:
             program = self._entries
+            loops = within or any(entry.loop for entry in program)
             self._entries = _depth_first(program, [*results, *written])
-            most.append(self._highest(choices, results, kept, reserved))
+            ends = self._highest(choices, results, kept, reserved)
+            most.append((max if loops else min)(ends, key=_bytes))
             self._entries = program
-        high, live = max(most, key=lambda end: end[0])
+        high, live = max(most, key=_bytes)
         outputs = frozenset() if within else frozenset(results)
         sure = self._sure(ways[Fusion.NARROW], results, outputs)
         # Values on the host are never fused, so both ways of fusing give one number.
@@ -196,15 +198,14 @@ class Timeline:
         results: Sequence[Buffer],
         kept: Sequence[Buffer],
         reserved: Sequence[Buffer],
-    ) -> tuple[int, tuple[Live, ...]]:
-        """Return the upper end of the peak in this order, and the values in memory at that time."""
+    ) -> list[tuple[int, tuple[Live, ...]]]:
+        """Return each way's upper end in this order, and the values in memory at that time."""
         ends = []
         for either in choices:
             ways = (self._way(fused, results, kept) for fused in either)
             # A compiler does not fuse where that keeps more in memory.
-            ends.append(min((self._most(way, reserved) for way in ways), key=lambda end: end[0]))
-        # Compiled programs show both ways, so the upper end covers the larger one.
-        return max(ends, key=lambda end: end[0])
+            ends.append(min((self._most(way, reserved) for way in ways), key=_bytes))
+        return ends
 
     def _sure(self, way: _Lifetimes, results: Sequence[Buffer], outputs: frozenset[Buffer]) -> int:
         """Return the bytes of the values that every compiler keeps."""
@@ -514,6 +515,11 @@ class _Lifetimes:
 
     fused: Mapping[Buffer, Sequence[Buffer]]
     last: Mapping[Buffer, int]
+
+
+def _bytes(end: tuple[int, tuple[Live, ...]]) -> int:
+    """Return the bytes of an upper end, without the values in memory at that time."""
+    return end[0]
 
 
 def _is_kept(buffer: Buffer, outputs: frozenset[Buffer]) -> bool:
