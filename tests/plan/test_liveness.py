@@ -457,8 +457,32 @@ def test_scattered_results_do_not_hold_their_sums() -> None:
     specs = ((sw.EMPTY, sw.MLP_INTERMEDIATE), BY_TENSOR)
     peak = of(sums, SQUARE, SQUARE, specs=specs, outputs=[BY_TENSOR] * 8)
     part = 1024**2
-    # Both inputs, the parts of a sum that wait and those that are sent, and the results.
-    assert peak.high == 2 * part + 3 * part + 8 * part + 8 * part
+    # Both inputs, the parts of one sum that is sent, and the results.
+    assert peak.high == 2 * part + 6 * part + 8 * part
+
+
+@pytest.mark.parametrize(("mesh", "parts", "copies"), [("tp:4,dp:2", 6, 0), ("tp:8", 8, 1)])
+def test_collective_matmul_in_a_loop_copies_its_left_operand(
+    mesh: str, parts: int, copies: int
+) -> None:
+    specs = ((sw.EMPTY, sw.MLP_INTERMEDIATE), BY_TENSOR)
+    pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=sw.abstract_mesh(mesh))
+    left = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+    right = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
+    peak = pm.plan(jnp.matmul, left, right, specs=specs, outputs=BY_TENSOR).memory
+    size = 4 * 1024 * 4096 // pm.mesh.shape["tp"]
+    part = size // 4
+    # Both operands, the parts of the sum, and the result.
+    assert peak.high == (2 + copies) * size + parts * part + part
+
+
+def test_print_takes_no_memory() -> None:
+    def print_twice(x: Any) -> Any:
+        jax.debug.print("{x}", x=x)
+        jax.debug.callback(lambda _: None, x)
+        return x @ x
+
+    assert plan(print_twice, SQUARE).memory == plan(lambda x: x @ x, SQUARE).memory
 
 
 def test_arrays_that_a_program_closes_over_are_counted() -> None:

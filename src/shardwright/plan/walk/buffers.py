@@ -108,8 +108,8 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         _mark_row(step.equation, births[0], shapes)
     copies = padded_copies(step.equation, births, ledger.timeline)
     copies += turned_copies(step.name, births)
-    parts = _parts(step, values)
-    held = _hold_parts(births[0], parts) if parts and births[0] is not None else 0
+    held, sent = _hold_parts(step, births, _parts(step, values))
+    copies += sent
     if step.name == "dot_general" and step.location.recomputed:
         # With remat, the backward pass may run in another order; see `_REMAT` of `liveness`.
         ledger.timeline.recomputes = True
@@ -127,7 +127,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         loop=step.name in _LOOPS,
         matmul=step.name == "dot_general",
         # The result of a constraint is the moved operand, which must not count twice.
-        moved=0 if step.name in CONSTRAINTS else ledger.moved + parts,
+        moved=0 if step.name in CONSTRAINTS else ledger.moved,
         parts=held,
         # XLA may copy an argument from the host at the start, or when it is first read (measured
         # for the optimizer state of an 8B step on v5p: both happen).
@@ -139,17 +139,31 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
     return [dataclasses.replace(value, buffer=buffer) for value, buffer in born]
 
 
-def _hold_parts(total: Buffer, parts: int) -> int:
-    """Reduce the buffer of a sum to the parts that are in memory; return the fewest bytes of parts.
+def _hold_parts(
+    step: PlanStep, births: Sequence[Buffer | None], parts: int
+) -> tuple[int, list[Buffer]]:
+    """Reduce the buffer of a sum to the parts that are in memory after the matmul.
 
-    A collective matmul holds parts in place of the sum: at least four parts on a ring of eight
-    devices, and three on a ring of four, as measured.
+    A collective matmul holds parts in place of the sum. As measured, these are at least four parts
+    on a ring of eight devices, and three on a ring of four. While it runs, it holds at most eight,
+    or six on a ring of four: two that it multiplies, two that it receives and two that it adds. On
+    a ring of eight it is a loop, for which XLA copies the left operand.
+
+    Returns:
+      The fewest bytes of parts, and buffers of what is in memory only while the matmul runs.
     """
-    part = parts // _PARTS
-    held = (_HELD if total.size > _HELD * part else _HELD - 1) * part
-    total.size = max(total.size - parts, min(total.size, held))
+    # Only a matmul has parts, so an equation without results is not looked at, such as a print.
+    if not parts or (total := births[0]) is None:
+        return 0, []
+    part, whole = parts // _PARTS, total.size
+    loop = whole > _HELD * part
+    held = (_HELD if loop else _HELD - 1) * part
+    total.size = max(whole - parts, min(whole, held))
     total.dtype, total.shape = "", ()  # a few parts have no single shape
-    return held
+    sizes = [max(parts if loop else 2 * held, whole) - total.size]
+    if loop:
+        sizes.append(step.ledger.local_bytes(step.avals[0], step.values[0].dims))
+    return held, [Buffer(size=size, kind=TEMPORARY) for size in sizes]
 
 
 def _is_argument(buffer: Buffer) -> bool:
@@ -239,8 +253,7 @@ def _parts(step: PlanStep, results: Sequence[ShardedValue]) -> int:
     Compilers for TPUs run a matmul and the reduce-scatter of its result as one loop (collective
     matmul). The loop sends both ways along the ring. For each direction it holds two parts that it
     multiplies, one that it sends and one that it receives. The parts are added where the result is
-    read, so they are still in memory during the next matmul. During that matmul, the whole result
-    counts.
+    read, so some are still in memory during the next matmul, see `_hold_parts`.
     """
     if step.name != "dot_general" or step.wanted[0] is None or not step.ledger.tiled:
         return 0
