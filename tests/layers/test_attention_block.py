@@ -71,6 +71,7 @@ def test_values_of_numpy() -> None:
 
 
 @blocks.cases()
+@pytest.mark.alternate
 def test_sharded_equals_unsharded(preset: str, kind: str) -> None:
     inputs = (init(CONFIG), attention_block.specs(CONFIG), X, RESIDUAL)
     y = blocks.check_sharded("attention_block", packed, inputs, unsharded(), preset, kind)

@@ -105,6 +105,7 @@ def assert_placed(tree: Any, targets: Any, values: Any) -> None:
 @pytest.mark.parametrize("axis_types", ["auto", "explicit"])
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.full(but=["all-auto"])
+@pytest.mark.alternate
 def test_training_equals_that_on_the_device(name: str, axis_types: str, tmp_path: Path) -> None:
     memory = CELLS[name]
     mesh = "fsdp:2,tp:4" if axis_types == "auto" else "fsdp:8"

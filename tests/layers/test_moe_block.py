@@ -105,6 +105,7 @@ def unsharded_plain() -> Any:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("preset", "kind"), blocks.CASES)
+@pytest.mark.alternate
 def test_collectives(preset: str, kind: str) -> None:
     specs = moe_block.specs(PLAIN)
     inputs = (blocks.random_params(specs), specs, X, RESIDUAL)

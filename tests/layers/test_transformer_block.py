@@ -120,6 +120,7 @@ def unsharded_alike() -> Any:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("preset", "kind"), blocks.CASES)
+@pytest.mark.alternate
 def test_collectives(preset: str, kind: str) -> None:
     inputs = (PARAMS[:1], transformer_block.specs(ALIKE), X, RESIDUAL)
     blocks.check_sharded("transformer_block", alike, inputs, unsharded_alike(), preset, kind)
@@ -239,6 +240,7 @@ def test_layers_after_the_scan(remat: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("preset", "kind"), blocks.CASES)
+@pytest.mark.alternate
 def test_layers_after_the_scan_sharded(preset: str, kind: str) -> None:
     specs = transformer_block.specs(REST)
     with blocks.make_manager(preset, kind) as pm:

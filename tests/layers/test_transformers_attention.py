@@ -119,6 +119,7 @@ def unsharded() -> Any:
 
 
 @blocks.cases()
+@pytest.mark.alternate
 def test_sinks_sharded_equal_unsharded(preset: str, kind: str) -> None:
     specs, (params, wanted) = attention_block.specs(SINKS), unsharded()
     with blocks.make_manager(preset, kind) as pm:

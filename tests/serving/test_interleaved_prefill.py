@@ -33,6 +33,7 @@ def apart(kind: str, own: str, **options: Any) -> serving.Engine:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "own"), CASES)
+@pytest.mark.alternate
 def test_a_short_prompt_waits_for_one_chunk_of_each_long_one(kind: str, own: str) -> None:
     running = apart(kind, own, prefill_chunk=1)
     running.compile()
