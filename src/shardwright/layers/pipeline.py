@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -79,7 +78,7 @@ def pipeline(
     Raises:
       IndivisibleError: The layers do not divide over pp, or the rows over the microbatches.
       RankMismatchError: In a pipeline, the size of the first dim of an array is not the number of
-        rows of the batch or, in `per_layer`, of layers.
+        rows of the batch.
       LayerError: The leading dims of parameters do not have one index per layer, or a `shard_map`
         surrounds the call of a pipeline. Or the schedule is "1f1b", which needs `pipeline_loss`.
     """
@@ -153,9 +152,8 @@ def read_stack(
             'or write schedule = "none" under [pipeline]',
         )
     batch = jax.tree.leaves(x)[0].shape[0]
-    check_sizes({"x": x, "streamed": inputs.streamed}, batch, "rows")
-    check_sizes({"rows": inputs.rows}, batch, "rows", may_be_one=True)
-    check_sizes({"per_layer": inputs.per_layer}, math.prod(lead), "layers")
+    check_rows({"x": x, "streamed": inputs.streamed}, batch)
+    check_rows({"rows": inputs.rows}, batch, may_be_one=True)
     cut = microbatches_of(manager, batch)
     once = settings.gather is GatherWeights.ONCE
     apart = _shards_apart(manager, cut, specs, path, once=once) if by_row else ()
@@ -223,21 +221,23 @@ def _lead(params: Any, specs: Any, repeats: int) -> tuple[int, ...]:
     return tuple(first)
 
 
-def check_sizes(trees: dict[str, Any], size: int, what: str, *, may_be_one: bool = False) -> None:
-    """Check that the first dim of each array has one index per row, or per layer.
+def check_rows(trees: dict[str, Any], batch: int, *, may_be_one: bool = False) -> None:
+    """Check that the first dim of each array has one index per row.
+
+    Otherwise `Microbatches.split` would give the whole array to each microbatch.
 
     Raises:
       RankMismatchError: The first dim has another size. With `may_be_one`, it may be 1 or missing.
     """
-    allowed = ((size,), (1,), ()) if may_be_one else ((size,),)
+    allowed = ((batch,), (1,), ()) if may_be_one else ((batch,),)
     raise_problems(
         [
             Problem(
                 error=RankMismatchError,
-                what=f"the array has shape {np.shape(leaf)}, and a pipeline of {size} {what} needs "
-                f"[{size}, ...]",
+                what=f"the array has shape {np.shape(leaf)}, and a pipeline of {batch} rows needs "
+                f"[{batch}, ...]",
                 path=path_text(path),
-                fix=f"pass an array whose first dim counts the {what}"
+                fix="pass an array whose first dim counts the rows"
                 + (", or is 1 if all are equal" if may_be_one else ""),
             )
             for path, leaf in jax.tree_util.tree_flatten_with_path(trees)[0]

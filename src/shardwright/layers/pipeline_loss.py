@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardwright.layers.fp8.state import map_channels, split_uses
-from shardwright.layers.pipeline import ambient_pipeline, check_sizes, one_scan, read_stack
+from shardwright.layers.pipeline import ambient_pipeline, check_rows, one_scan, read_stack
 from shardwright.layers.stages import (
     Layer,
     LayerInputs,
@@ -112,7 +112,7 @@ def pipeline_loss(
         x, (losses, outputs) = one_scan(run_layer, params, x, inputs, lead)
         return head(head_params, x, head_inputs) + losses.sum(), outputs
     cut = stages.cut
-    check_sizes({"head_inputs": head_inputs}, cut.batch, "rows", may_be_one=True)
+    check_rows({"head_inputs": head_inputs}, cut.batch, may_be_one=True)
     settings = ambient_pipeline()
     assert settings is not None
     if cut.stages == 1:
