@@ -38,7 +38,7 @@ from shardwright.vocabulary.read import RATE, integer, number, read_value
 
 # Rows of queries and keys in a block. On a CPU a small block takes half the time of a larger one:
 # it fits the CPU's caches, and more blocks of a causal mask are skipped (benchmarks/attention.py).
-# Blocks of 512 keys make a decode step on JAX 0.12 1.2 times as long (benchmarks/serving.py).
+# Blocks of 512 keys make a decode step take 1.2 times as long on JAX 0.12 (benchmarks/serving.py).
 _CPU_BLOCKS = {"q_block": 256, "kv_block": 256}
 _BLOCKS = {"q_block": 512, "kv_block": 1024}
 _COMPILED = "pass a Python number: the value is compiled into the program"

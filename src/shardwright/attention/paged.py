@@ -67,8 +67,8 @@ def paged_attention(
     Under an ambient manager, q is sharded by (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), and the pages
     by (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM), as the rules of the mode resolve them. Tables and
     lengths are sharded like the batch, or replicated if the pages are sharded over the mesh axes of
-    the batch. Page numbers are global however the pages are sharded. On GPUs, `triton_decode` reads
-    the pages if it can, unless the line of the mode under `[attention]` names another
+    the batch. Page numbers are global, even if the pages are sharded. On GPUs, `triton_decode`
+    reads the pages if it can, unless the line of the mode under `[attention]` names another
     implementation. A line that names `triton_decode` for pages that it cannot read is an error.
 
     The values of NumPy arrays are checked: lengths, and the numbers of used pages. The values of

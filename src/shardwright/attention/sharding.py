@@ -98,9 +98,9 @@ def resolve_pages(
 def split_axes(manager: PartitionManager | None, q: ArrayShape, mode: str) -> frozenset[str]:
     """Return the mesh axes over which a surrounding `shard_map` may have split the queries.
 
-    If JAX does not track varying mesh axes, return the Manual mesh axes in the rules of the
-    queries. In a pipeline, the result does not have pp: stages run different microbatches, and pp
-    splits no array.
+    If JAX tracks varying mesh axes, return all Manual mesh axes: JAX then knows which of them split
+    the queries. If not, return the Manual mesh axes in the rules of the queries. The stages of a
+    pipeline do not track varying mesh axes, and their rules do not have pp, so pp is not returned.
     """
     ambient = _jax.ambient_mesh()
     manual = frozenset() if ambient is None else frozenset(ambient.manual_axes)

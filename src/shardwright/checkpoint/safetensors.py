@@ -221,9 +221,8 @@ def _divided(tensors: Mapping[str, Any], most: int) -> dict[str, list[str]]:
 
 def _write(file: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
     """Write one file: 8 bytes with the length of the header, the header as JSON, the tensors."""
-    # `safetensors.serialize_file` takes the address of every tensor, so all tensors of a file would
-    # be whole in host memory: 256 MiB for a file of 256 MiB in eight shards each. This code takes 6
-    # MiB.
+    # `safetensors.serialize_file` needs every tensor of a file whole in host memory at once. For a
+    # file of 256 MiB whose tensors have eight shards each, that is 256 MiB; this code takes 6 MiB.
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     end = 0
     for name, value in tensors.items():

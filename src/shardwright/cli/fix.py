@@ -231,7 +231,7 @@ def _edits(findings: Sequence[Finding], strategy: Strategy | None, file: str) ->
         return
     edits: dict[tuple[Any, ...], Edit] = {}
     for edit in (finding.edit for finding in findings):
-        # An entry of [[tensors]] that another file has cannot be overridden from this one.
+        # This file cannot override an entry of [[tensors]] in another file.
         if isinstance(edit, NewValue) and (
             edit.table[0] != "tensors" or edit.source.rpartition(":")[0] == file
         ):

@@ -191,7 +191,8 @@ def regroup(dims: Sequence[AtomDim], shape: Sequence[int]) -> AtomDims:
     """
     regrouped: list[AtomDim] = []
     for before, after in equal_products([size_of(dim) for dim in dims], shape):
-        # A reshape mixes factors only between neighboring dims with equal products.
+        # A reshape mixes factors only inside a group of neighboring dims: the sizes of the group
+        # have the same product before and after the reshape.
         factors = finest([atom for at in before for atom in dims[at]])
         regrouped += _cut(factors, [shape[at] for at in after])
     return tuple(regrouped)

@@ -49,7 +49,10 @@ class Spelled:
 
 
 def routers(facts: Facts) -> frozenset[int]:
-    """Return the numbers of the parameters that are weights of routers: they make EXPERT."""
+    """Return the numbers of the parameters that are weights of routers.
+
+    In the matmul of a router, EXPERT is the only dim that comes from the weight alone.
+    """
     return frozenset(
         matmul.leaf
         for matmul in facts.projections

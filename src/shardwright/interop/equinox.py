@@ -115,7 +115,7 @@ def place(model: Any, pm: "PartitionManager", annotations: Any) -> Any:
 
 
 def arrays(model: Any) -> Any:
-    """Return a model with None for each leaf that is not an array or the shape of an array."""
+    """Return a model with None for each leaf that is neither an array nor a ShapeDtypeStruct."""
     return library("equinox").filter(model, _is_array)
 
 

@@ -565,8 +565,8 @@ def _batch_size(batch: Any) -> int:
         raise LayerError(
             f"the arrays differ in dim 0, which is BATCH: {each}",
             path="batch",
-            fix="keep an array without one entry per example out of the batch: let the loss close "
-            "over it",
+            fix="if an array does not have one entry per example, leave it out of the batch: let "
+            "the loss close over it",
         )
     size: int = sizes[0] if sizes and sizes[0] else 0
     if not size:

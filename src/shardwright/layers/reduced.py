@@ -1,8 +1,9 @@
 """Products and sums of an activation and a weight that may be `reduced` in its type.
 
 The gradient of such a weight is `unreduced`, so a loop can sum gradients without a collective. JAX
-accepts a reduced operand together with a sharded one only in matmuls. So here both operations are
-matmuls, and so is their gradient, which sums over the tokens of a device.
+accepts a reduced operand together with a sharded one only in matmuls. So here a product and a sum
+both read the weight in a matmul. The gradient of the weight is a matmul too, which sums over the
+tokens of a device.
 """
 
 from __future__ import annotations

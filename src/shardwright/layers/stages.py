@@ -139,7 +139,7 @@ class Stages:
     def operands(self, params: Any, inputs: LayerInputs, parts: Any) -> tuple[Any, Any]:
         """Return (stack, stream, rows) as the stages read them, and the first entries of specs.
 
-        The stack is (params, inputs per layer, indices of layers), and the stream (x, streamed).
+        The stack is (params, inputs per layer, indices of layers). The stream is (x, streamed).
         """
         per_layer, numbers = jax.tree.map(
             lambda leaf: leaf.reshape(*self.lead, *leaf.shape[1:]),
@@ -168,8 +168,8 @@ class Stages:
           given: The trees, as `placed` returns them.
           entries: For each tree, the first entries of the spec of its leaves.
           out_specs: Specs of the results over pp.
-          like: For each result, arrays that give it their shardings over the other mesh axes. None
-            if the other mesh axes do not shard the result.
+          like: For each result, arrays with the shardings that the result gets over the other mesh
+            axes. None if the other mesh axes do not shard the result.
         """
         ambient = _jax.ambient_mesh() or self.cut.manager.mesh
         kinds = dict(zip(ambient.axis_names, ambient.axis_types, strict=True))

@@ -204,7 +204,7 @@ class PlanReport:
         """Return the plan as text: state, memory, collectives, time, and where it is unsure.
 
         Args:
-          rows: How many collectives, and how many rules that replicate state, to show. Defaults to
+          rows: How many collectives to show, and how many rules that replicate state. Defaults to
             all collectives and five rules.
           width: Characters per line.
         """

@@ -235,7 +235,8 @@ def trace(
     """Trace a function with its annotations kept. No device is needed, and no backend is started.
 
     Args:
-      manager: Rules and mesh whose answers shape the trace.
+      manager: Rules and mesh under which the function is traced. What the function asks them may
+        change the trace.
       function: Function of arguments with these shapes.
       shapes: Per argument, a tree of arrays or ShapeDtypeStructs.
       specs: Per argument, a tree of annotations, or None for arguments that have shardings. As in

@@ -175,7 +175,7 @@ def compare(
       group: The processes.
       topic: Name of the comparison.
       facts: This process's values.
-      what: The values that are compared, as the subject of messages.
+      what: Text that says what is compared. It is the subject of the sentences of messages.
       fix: How to fix a difference.
       patience: Seconds to wait for the other processes. The wait starts again as long as all absent
         processes compile, which their watchdogs report.

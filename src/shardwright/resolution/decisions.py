@@ -73,8 +73,8 @@ class RuleRef:
       text: The rule itself, for instance `tp | -`.
       table: Key path of the table, for instance `modes.decode`.
       source: File and line, or another origin such as `default`.
-      members: For a composite, the rules of its members. The other fields then join the fields of
-        the members.
+      members: For a composite, the rules of its members. Each other field then holds the texts of
+        that field of all members, joined.
     """
 
     key: str

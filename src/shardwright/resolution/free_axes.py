@@ -81,8 +81,8 @@ class StoredDims:
 def add_zero1(param: Derived, rule: Rule | None, array: StoredDims) -> Derived:
     """Shard optimizer state over mesh axes that its parameter does not use.
 
-    The first dim that also divides over all free mesh axes is sharded over them, as its minor axes.
-    Dims annotated `EMPTY` are never sharded.
+    The first dim that divides over all free mesh axes in addition to its own is sharded over them,
+    as its minor axes. Dims annotated `EMPTY` are never sharded.
 
     Args:
       param: Decisions of the parameter.
@@ -211,7 +211,7 @@ def _first_fitting(
     rule: Rule,
     array: StoredDims,
 ) -> DimDecision | Problem | None:
-    """Return the first dim that also divides over `free`, or None.
+    """Return the first dim that divides over `free` in addition to its own mesh axes, or None.
 
     Return a problem if a size is unknown or symbolic, so that the dim cannot be determined.
     """

@@ -47,7 +47,7 @@ def suggest_for_missing_size(problems: Iterable[Problem], fix: str) -> list[Prob
 
 
 def without_repeats(problems: Iterable[Problem]) -> list[Problem]:
-    """Return problems without repeats, such as those of several modes."""
+    """Return each problem once: several modes may have the same problem."""
     first: dict[object, Problem] = {}
     for problem in problems:
         first.setdefault((problem.path, problem.dim, problem.what, problem.fix), problem)

@@ -111,8 +111,8 @@ class Engine:
     """Serves a model.
 
     The text of a request depends only on its prompt, its sampling and the weights, not on other
-    requests. Every `step` reads one chunk of each prompt in the prefill batch, moves prompts that
-    were read to their end into slots, and gives every slot its next token.
+    requests. Every `step` reads one chunk of each prompt in the prefill batch, moves each
+    prompt that it has read completely into a slot, and gives every slot its next token.
 
     Any thread may call an engine. `submit` and `cancel` do not wait for a running step. The other
     calls wait until no step is running. If the mesh spans processes, make the same calls in every

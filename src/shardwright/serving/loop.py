@@ -451,8 +451,8 @@ class Loop:
         the results of the calls in flight: these calls began before the failure, so the failure
         does not affect them.
         """
-        # A call replaces the part, or raises an error first. If it raises later, the part was
-        # replaced or its arrays were donated.
+        # If the body fails before it changes the part, the part is the same, with its arrays.
+        # If the body fails after that, the part was replaced, or its arrays were donated.
         before = getattr(self.arrays, part)
         try:
             yield

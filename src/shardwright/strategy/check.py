@@ -167,7 +167,7 @@ def _mesh_name_problems(
 
 
 def _fix_for_unknown(name: str, known: Sequence[str]) -> tuple[str, str]:
-    """Return how to fix an unknown mesh axis, and the name that was meant, or an empty string."""
+    """Return how to fix an unknown mesh axis, and the name that was meant ("" if none)."""
     if name.lower() in ("none", "null"):
         return 'for replicated write "-"', ""
     words = [word for word in re.split(r"\W+", name) if word]

@@ -153,9 +153,9 @@ def annotate_parts(
     """Return the annotation of each array in a value, given one set of names for the whole value.
 
     A value without arrays, such as a masked parameter, has no annotations. If there are several
-    arrays, as in a quantized weight, the names belong to the largest array. Another array with as
-    many dims has one element per block of the largest, like a scale. A scalar has no axes. Any
-    other array is a problem at `path`, because its dims have no names.
+    arrays, as in a quantized weight, the names belong to the largest array. Another array with
+    the same number of dims is taken as a scale: it has one element per block of the largest array.
+    A scalar has no axes. Any other array is a problem at `path`, because its dims have no names.
 
     Args:
       value: An array, or a tree of arrays.

@@ -86,8 +86,8 @@ def _one_dim(place: _Place) -> DimsOfParam | None:
 def _factored(field: str, place: _Place) -> DimsOfParam | None:
     """Dims of Adafactor's moments (`optax.scale_by_factored_rms`).
 
-    For a factored parameter, `v_row` holds sums over its largest dim and `v_col` sums over the
-    second largest, in the order that optax sorts the dims. `v` then holds one element.
+    For a factored parameter, `v_row` lacks the largest dim and `v_col` the second largest, and `v`
+    has one element. Of dims of equal size, the largest is the one that optax sorts last.
     """
     if place.below:
         return None

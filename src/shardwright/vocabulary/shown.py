@@ -1,8 +1,9 @@
 """Show a value without knowing how: as text, as HTML for a notebook, or as data for JSON.
 
-The package `show` imports all packages that have values, and registers a function per class here.
-`shardwright/__init__` names the file that registers each class. This file is imported when the
-first value of the class is shown, because tables and pages would slow down `import shardwright`.
+Each file of the package `show` imports the classes that it shows, and registers a function for each
+of them here. `shardwright/__init__` names the file that registers each class. That file is imported
+when the first value of the class is shown, because tables and pages would slow down `import
+shardwright`.
 """
 
 from __future__ import annotations

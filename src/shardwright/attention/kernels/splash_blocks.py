@@ -204,7 +204,7 @@ class _Local:
         return padded
 
     def pad_numbers(self, array: jax.Array) -> jax.Array:
-        """Pad `[batch, heads, q_length]` to whole blocks, as rows `[batch, heads, 1, q_length]`."""
+        """Pad `[batch, heads, q_length]` to whole blocks, and return `[batch, heads, 1, rows]`."""
         padded: jax.Array = _pad(array, 2, self.qkv[0].shape[2])
         return padded[:, :, None]
 

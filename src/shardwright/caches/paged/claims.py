@@ -106,7 +106,7 @@ def claim_pages(
     # `size` makes the shape static: no call needs more pages than this.
     free_pages = jnp.nonzero(references == 0, size=min(batch * most, pages), fill_value=pages)[0]
     steps = jnp.arange(most, dtype=jnp.int32)[None, :]
-    # Slot i gets the free pages after those of the slots before it, in order.
+    # The free pages go to the slots in order: the first ones to slot 0, the next ones to slot 1.
     ordinals = jnp.where(steps < need[:, None], (jnp.cumsum(need) - need)[:, None] + steps, pages)
     return PageClaim(
         served=served,

@@ -6,7 +6,7 @@
     dot(x, y) ~ dot(x.value, y.value) * x.scale * y.scale
 
 Quantization is symmetric (zero stays zero) and rounds to nearest, ties to even. The error of an
-element is at most scale / 2. The elements of one sum have one scale per operand, so scales are
+element is at most scale / 2. All products of one sum have the same two scales, so scales are
 applied once, after the sum. The sum runs on the hardware's int8 unit and is exact, sharded or not,
 up to 132,104 products; longer sums are added as floats.
 

@@ -179,9 +179,9 @@ def read(
         is found in a name applies, even if the table of the family has that tensor.
       stack_experts: Stack the experts of a layer, which are one tensor each in safetensors files,
         into one array with the axis EXPERT. The name of the stack has no expert number.
-      stack_layers: Stack each tensor of all layers into one array with the leading axis LAYERS, for
-        `jax.lax.scan`. The name of the stack has no layer number. The patterns and annotations of
-        `axes` still describe the tensors of one layer.
+      stack_layers: Stack each tensor of a layer over all layers. The stack has the leading axis
+        LAYERS, for `jax.lax.scan`. The name of the stack has no layer number. The patterns and
+        annotations of `axes` still describe the tensors of one layer.
       pad_vocab: Append rows of zeros to each dim VOCAB up to a multiple of this number, such as
         128. The logits of these rows are 0. To hide them, pass `vocab=` to `loss.logits` and
         `loss.cross_entropy`.
@@ -217,8 +217,8 @@ def read(
     # unknown, and nearly all expected names are missing.
     raise_problems(missing(tensors, config))
     if len(tensors) < len(sources):
-        # `tensors` has one entry for each stack, so the difference is too small by the number of
-        # stacks.
+        # `tensors` has one entry for each stack, so `len(sources) - len(tensors)` is too small by
+        # the number of stacks.
         count = sum(isinstance(source, StackedSource) for source in tensors.values())
         notes.append(
             f"{len(sources) - len(tensors) + count} tensors of experts became {count} stacks"
@@ -367,7 +367,7 @@ def _stack_layers(
     sources: Mapping[str, Source],
     config: Mapping[str, Any],
 ) -> tuple[dict[str, ArraySpec], dict[str, Source]]:
-    """Return specs and tensors, with each tensor of all layers stacked into one.
+    """Stack each tensor of a layer over all layers, and return the specs and tensors.
 
     The name of a stack has no layer number.
 

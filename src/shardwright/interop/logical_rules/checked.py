@@ -219,7 +219,7 @@ def _install_flax() -> None:
     import flax.linen.spmd as spmd
 
     def check(table: CheckedTable, names: Any, x: Any, **options: Any) -> None:
-        # A model may enter rules of its own, which are not checked.
+        # A model may enter a table of its own, which is not checked.
         if names is None or options.get("rules") != table.table:
             return
         # flax passes the names of a box as a `PartitionSpec`, and those of a constraint as a tuple.
@@ -242,15 +242,14 @@ def _install_nnx() -> None:
     from flax.core import spmd
 
     def check(table: CheckedTable, value: Any, names: Any, own_rules: Any, mesh: Any) -> None:
-        # A model may enter rules of its own, which are not checked. `own_rules` are added to the
-        # table below.
+        # A model may enter a table of its own, which is not checked.
         if spmd.get_logical_axis_rules() != table.table or not isinstance(names, tuple):
             return
         shape = tuple(getattr(value, "shape", ()))
         if len(names) > len(shape):
             what = f"the variable has the names {names} for {len(shape)} dims"
             raise RankMismatchError(what, path=f"variable {shape}", fix=_PLACE)
-        # A variable may have rules of its own, and its names may be mesh axes.
+        # A variable may have rules of its own, `own_rules`, and its names may be mesh axes.
         rules = {name: name for name, _ in table.mesh} | dict(table.table) | dict(own_rules or ())
         entries = [rules.get(name) if isinstance(name, str) else None for name in names]
         table.check(names, shape, entries, place=f"variable {shape}", known=rules)

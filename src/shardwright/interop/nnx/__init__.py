@@ -42,7 +42,7 @@ def bound(
     nnx shards a variable when it is created, eagerly or in jit, and maps names by one table without
     fallbacks. Here a name gets the first mesh axes of its rule that fit its size. If two dims of a
     variable then have one mesh axis in common, JAX raises an error. A note on this error lists
-    these rules. The manager and the rules are part of JAX's cache keys.
+    the mesh axes of each name. The manager and the rules are part of JAX's cache keys.
 
     In jit and `nnx.vmap`, nnx would replicate a dim that does not divide, without a message. To
     check every variable, the first call of `bound` wraps the function of flax that shards

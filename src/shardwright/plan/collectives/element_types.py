@@ -5,7 +5,7 @@ as float32, floats of 8 and 4 bits as float16 (float8_e8m0fnu as float32), and i
 these signs shows that the backend converted:
 
 * The reduction's computation has a name with `_promoted`.
-* The reduction's computation still adds the narrow type.
+* The reduction's computation still adds values of the narrow type.
 * There is a conversion right before the collective, and one right after it. A conversion that the
   program itself contains cannot be told from one of the backend.
 """

@@ -71,7 +71,7 @@ class HloShape:
 
     @property
     def bytes(self) -> int:
-        """Whole bytes of the elements."""
+        """Bytes of all elements, rounded up to a whole byte."""
         return bytes_of(self.dtype, self.elements)
 
 

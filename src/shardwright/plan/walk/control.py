@@ -30,8 +30,8 @@ _ROUNDS = 2
 _CARRY: Final = "constrain the first value of the carry as the body does, with shard(...)"
 _SUMMED: Final = "constrain the sum in the loop's body like its use after the loop, with shard(...)"
 _STACK: Final = "move the mesh axis to another dim with shard(...) before the scan"
-# The name under which a `while` loop that sends or multiplies counts as unknown, like a primitive
-# without a rule. The number of its runs is not known, so the plan counts too little.
+# The plan lists a `while` loop with collectives or matmuls under this name, among the primitives
+# without a rule: the number of its runs is not known, so the plan counts too little.
 UNKNOWN_RUNS: Final = "while (number of runs)"
 
 

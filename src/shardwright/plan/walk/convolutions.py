@@ -166,7 +166,7 @@ def _labels(step: PlanStep, names: Mapping[int, tuple[str, str, str]]) -> Labels
     outer = ("s-kernels", "s-outer") if groups or batch_groups else ("r0", "r0")
     specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
     pairs = ((batch[0], inner[0]), (outer[0], inner[1]), (batch[1], outer[1]))
-    # A spec lists the two dims that are not spatial first, then the spatial dims.
+    # In a spec, the two dims that are not spatial come before the spatial dims.
     left, right, result = (
         tuple(name for _, name in sorted(zip(spec, (*two, *rest), strict=True)))
         for spec, two, rest in zip(specs, pairs, zip(*names.values(), strict=True), strict=True)

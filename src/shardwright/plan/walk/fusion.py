@@ -176,7 +176,10 @@ def _joined(entries: Sequence[Entry], needed: Container[Buffer]) -> set[Buffer]:
 
 
 def _reach(entries: Sequence[Entry]) -> dict[Buffer, int]:
-    """Return the last equation that reads each buffer, or a value computed from it elementwise."""
+    """Return, for each buffer, the last equation that reads it.
+
+    An equation that reads a value which is computed elementwise from the buffer counts too.
+    """
     reach: dict[Buffer, int] = {}
     for at in range(len(entries) - 1, -1, -1):
         births = entries[at].births

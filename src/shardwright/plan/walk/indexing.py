@@ -168,7 +168,11 @@ def gather(step: PlanStep) -> list[ShardedValue]:
 
 
 def _lookup(step: PlanStep, columns: Mapping[int, int], *, adds: bool) -> Lookup | None:
-    """Return a gather or scatter as `partition` takes it, or None if it has other kinds of dims."""
+    """Return the `Lookup` of a gather or scatter.
+
+    Return None if there are batching dims, or if a dim of the table is neither a column nor an
+    entry.
+    """
     numbers = step.parameters["dimension_numbers"]
     table, index = step.avals[0], step.avals[1]
     rows = step.avals[2] if adds else step.results[0]

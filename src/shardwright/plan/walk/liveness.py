@@ -473,9 +473,9 @@ def _one_by_one(entries: Sequence[Entry]) -> list[Entry]:
     """Return equations in an order that needs few fetched arrays at a time.
 
     optax computes one moment of all parameters, then the next moment. A compiler may finish one
-    parameter before it fetches the state of the next. So, among equations that depend on a fetch,
-    the longest chains come first. Each equation comes directly after its operands and before its
-    copies to the host.
+    parameter before it fetches the state of the next. So, of the equations that depend on a fetch,
+    this takes the end of the longest chain first, and puts all that it needs before it. Then one
+    parameter is finished before the next. Copies to the host come directly after what they copy.
     """
     makers: dict[Buffer, Entry] = {}
     depths: dict[int, int] = {}  # keyed by id, because two different equations may compare equal

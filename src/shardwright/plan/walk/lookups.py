@@ -12,7 +12,7 @@ chooses one of three methods, named here by the dims that stay sharded:
 XLA chooses the method whose largest operation needs the least memory on one device and, of several
 such methods, the one that sends the least (`spmd/gather_scatter_handler.cc`). So the gradient of an
 embedding moves rows by an all-to-all, unless a device has more tokens than the table has rows: then
-it sums the table.
+XLA sums the tables of the devices.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find masks that a program computes twice, and the sharding that the uses of both require.
 
 A mask is the result of a comparison, such as `index == iota`. One-hots are made of masks. A TPU's
-compiler computes equal masks once, before it chooses shardings. So a mask gets the sharding that
-the uses of an equal mask require, and its own uses may have to gather it.
+compiler computes equal masks once, before it chooses shardings. So a mask may get the sharding
+that the uses of an equal mask require. The uses of the first mask then have to gather it.
 """
 
 from __future__ import annotations

@@ -79,7 +79,10 @@ def callback(step: PlanStep) -> list[ShardedValue]:
 
 
 def slice_(step: PlanStep) -> list[ShardedValue]:
-    """Follow a slice. A slice of one position of a sharded dim is a sum over the devices."""
+    """Follow a slice.
+
+    XLA computes a slice of one position of a sharded dim as a sum over the devices.
+    """
     shape, result = step.avals[0].shape, step.results[0].shape
     changed = [at for at, size in enumerate(shape) if size != result[at]]
     if all(result[at] == 1 for at in changed):
