@@ -111,7 +111,7 @@ class Stages:
         return jax.tree.map(lambda leaf: leaf[None], x), outputs
 
     def on_microbatch(self, params: Any, inputs: LayerInputs) -> Callable[..., tuple[Any, Any]]:
-        """Return a function that runs all layers on a microbatch: ((x, streamed, rows), number)."""
+        """Return a function of ((x, streamed, rows), number) that runs a microbatch."""
         layers, depth = math.prod(self.lead), len(self.lead)
         params = jax.tree.map(lambda leaf: leaf.reshape(layers, *leaf.shape[depth:]), params)
         stack = (params, inputs.per_layer, jnp.arange(layers))
@@ -137,7 +137,7 @@ class Stages:
         return x, jax.tree.map(self._flat, outputs)
 
     def operands(self, params: Any, inputs: LayerInputs, parts: Any) -> tuple[Any, Any]:
-        """Return (stack, stream, rows) as the stages read them, and the first entries of specs.
+        """Return (stack, stream, rows) for the stages, and the first entries of their specs.
 
         The stack is (params, inputs per layer, indices of layers). The stream is (x, streamed).
         """
@@ -164,7 +164,7 @@ class Stages:
         """Call a function in a `shard_map` over pp. Other mesh axes are Auto in it.
 
         Args:
-          f: Function of as many trees of arrays, local over pp.
+          f: Function of the trees in `given`, whose arrays are local over pp in it.
           given: The trees, as `placed` returns them.
           entries: For each tree, the first entries of the spec of its leaves.
           out_specs: Specs of the results over pp.
@@ -204,8 +204,9 @@ class Stages:
             check_vma=False,
         )
         if rest:
-            # JAX 0.10 gathers the arguments and results of a `shard_map` over its other mesh axes
-            # if these are Explicit. So make the other mesh axes Auto around the `shard_map`.
+            # JAX 0.10 gathers the arguments and results of a `shard_map` over the mesh axes that
+            # are not in `axis_names`, if these are Explicit. So make these Auto around the
+            # `shard_map`.
             is_explicit = kinds[STAGES] is AxisType.Explicit
             out_sharding = [spec if is_explicit else PartitionSpec() for spec in out_specs]
             for at_result, arrays in enumerate(like):
@@ -229,17 +230,18 @@ class Stages:
     def _ticks(self, stack: Any, stream: Any, rows: Any, keys: Any) -> tuple[Any, Any]:
         """Run the ticks of one stage. All arrays are local over pp.
 
-        Microbatch s q + j starts at stage s in place j of the stream, for q microbatches of a
-        stage. In tick t, each stage passes the content of place t modulo q to the previous stage.
-        So microbatch t is at stage 0 in tick t. The last stage puts its results in the same place,
-        and later ticks move each result to its stage.
+        At the start, each stage holds q microbatches: microbatch s q + j is at stage s, in place j
+        of the stream. In tick t, each stage passes the content of place t modulo q to the previous
+        stage. So microbatch t is at stage 0 in tick t. The last stage puts its results in the same
+        place, and later ticks move each result to its stage.
         """
         count, stages, repeats = self.cut.count, self.cut.stages, self.repeats
         stack = self.copied(stack)
         stream = jax.tree.map(lambda leaf: leaf[0], stream)
         rows = jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), rows)
         me, own = jax.lax.axis_index(STAGES), count // stages
-        # A microbatch comes back to stage 0 after S ticks, and runs there again after m ticks.
+        # A microbatch comes back to stage 0 after `stages` ticks, and runs there again `count`
+        # ticks after its last run there.
         waits = count - stages + 1
         back = [(stage, stage - 1) for stage in range(1, stages)]
         on = [(stage, stage + 1) for stage in range(stages - 1)]
@@ -257,8 +259,8 @@ class Stages:
                 waiting = put(waiting, held, number % waits)
                 again = at(waiting, (number + 1) % waits)
                 fresh = select(number < count, head, again)
-            # Outside of 0 <= turn < m R the stage has nothing to do. It then runs a real microbatch
-            # and drops the result, because zeros may have no finite gradient.
+            # Outside of 0 <= turn < count * repeats the stage has nothing to do. It then runs a
+            # real microbatch and drops the result, because zeros may have no finite gradient.
             turn = number - me
             x, streamed = select(me == 0, fresh, held)
             y, outputs = run(stack, rows, keys, turn, x, streamed)
@@ -279,8 +281,8 @@ class Stages:
                 return worked
             return jnp.moveaxis(worked.reshape(repeats, count, *leaf.shape[1:]), 0, 1)
 
-        # The last stage ends microbatch 0 in tick S - 1, or a multiple of q ticks later. So the
-        # first result is in place (S - 1) modulo q.
+        # The last stage ends microbatch 0 in tick `stages` - 1, or a multiple of `own` ticks later.
+        # So the result of microbatch 0 is in place (`stages` - 1) modulo `own`.
         turned = jax.tree.map(lambda leaf: jnp.roll(leaf, -((stages - 1) % own), 0)[None], x)
         return turned, jax.tree.map(in_order, outputs)
 
@@ -324,7 +326,8 @@ class Stages:
     def copied(self, stack: Any) -> Any:
         """Return the stack with a leading dim of the shards over `apart`.
 
-        Each shard adds the gradients of its own copy, which are summed once, after the last tick.
+        In each tick, a shard adds the gradient of its own copy to those of earlier ticks. The
+        gradients of all copies are summed once, after the last tick.
         """
         shards = math.prod(self.cut.manager.sizes[axis] for axis in self.apart)
 

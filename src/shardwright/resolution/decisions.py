@@ -163,7 +163,7 @@ class DimDecision:
       mesh_axes: The mesh axes that the dim is sharded over, slowest first, Manual ones included.
       rule: The rule that decided, or None. If the dim has all of its mesh axes from a policy, this
         is the rule of the policy.
-      skipped: Mesh axes and candidates that were skipped before, in order.
+      skipped: Mesh axes and candidates that were skipped before the decision, in order.
       gathered: Mesh axes that shard the stored weight, but over which the weight is gathered for
         its use.
       largest_dim: Mesh axes among `mesh_axes` or `gathered` that `policy.largest_dim` added.

@@ -180,7 +180,7 @@ def _added(
         if chosen is not None:
             return _widened(policy, found, chosen, free, rule)
         tried.append(free)
-    # If no candidate had free mesh axes, the sizes are not the reason, and no error is raised.
+    # If no candidate had free mesh axes, no size was tried, so no size is at fault: raise no error.
     if not tried or rule.fallback is Fallback.REPLICATED:
         return _noted(found, rule, *(f"{policy.none} over {'+'.join(free)}" for free in tried))
     free, tries = tried[0], []
@@ -228,7 +228,7 @@ def _first_fitting(
             able = [dataclasses.replace(decision, size=None) for decision in able]
         able = [decision for decision in able if not decision.mesh_axes]
     unknown = Problem(error=ShapeRequiredError, what=what, rule=str(rule.ref), fix=fix)
-    # With one size unknown, an earlier or a later dim may be the first that divides.
+    # If one size is unknown, it is not known which dim is the first that divides.
     if any(array.judged(decision) is None for decision in able):
         return unknown
     for decision in able:

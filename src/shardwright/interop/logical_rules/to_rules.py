@@ -40,7 +40,7 @@ def to_logical_axis_rules(
 ) -> tuple[tuple[str, MeshAxes], ...]:
     """Return a manager's rules as an ordered list of pairs, in the manager's mode.
 
-    A rule that ends in `?` ends in `PartitionSpec.UNCONSTRAINED`, as flax reads it.
+    The last pair of a rule that ends in `?` has `PartitionSpec.UNCONSTRAINED`, which flax reads.
 
     If two dims of an annotation use one mesh axis, the earlier dim gets it under `order = "dims"`.
     A list cannot express this: the name that comes first in `names` gets the mesh axis.
@@ -223,12 +223,12 @@ def _chain(
         if candidate.misses_axis:
             # If the mesh lacks an axis of the candidate, the policy replicates the dim.
             return [*chain, None], ranks
-        # Leave out a candidate that does not divide the size: a list has no sizes, and would use
-        # it.
+        # Leave out a candidate whose number of shards does not divide the size: a reader of the
+        # list would use it, because a list has no sizes.
         if size is not None and size % _shards(pm, candidate.live):
             failed = failed or candidate.live
-            # As in flax, a conflict leads to the next rule, but a size that does not divide does
-            # not lead to it.
+            # As in flax, the next rule is tried after a conflict, but not after a size that does
+            # not divide.
             if policy.conflict is Conflict.NEXT:
                 return [*chain, _by_policy(pm, rule, name, size, candidate.live)], [*ranks, rank]
             continue

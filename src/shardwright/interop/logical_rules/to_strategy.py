@@ -144,7 +144,8 @@ def to_strategy(
     if idle:
         policy["idle"] = "+".join(idle)
         notes.append(f"mesh axes that no rule names are idle: {', '.join(idle)}")
-    # The strategy declares the axes that the vocabulary lacks, by the first of their names.
+    # The strategy declares the axes that the vocabulary lacks. The description of an axis has the
+    # first name that is mapped to it.
     own_names: dict[str, str] = {}
     for name, target in targets.items():
         if canonical_axis(axis_in(target)) not in {EMPTY, *KNOWN_AXES}:

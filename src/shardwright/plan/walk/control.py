@@ -148,8 +148,9 @@ def _carried(
 ) -> list[ShardedValue]:
     """Return the shardings that the carries of a scan keep.
 
-    A carry has the sharding of its first value, unless the body returns it with more shards, or
-    every device can make the first value by itself.
+    A carry keeps the sharding of its first value, except in two cases: the body returns it with
+    more shards, or every device can make the first value by itself. The carry then keeps the
+    sharding in which the body returns it.
     """
     fixed, starts, inputs = values
     carry = [_settled(value, runs=location.runs) for value in starts]
@@ -253,8 +254,8 @@ def call(step: PlanStep) -> list[ShardedValue] | None:
         return None
     values = step.values[len(step.values) - len(body.invars) :]
     if step.parameters.get("differentiated") and step.parameters.get("prevent_cse"):
-        # An optimization barrier keeps XLA from moving the recomputation out of its loop. So it
-        # runs in every step of the loop.
+        # An optimization barrier keeps XLA from moving the recomputation out of its loop. So the
+        # recomputation runs in every step of the loop.
         values = [dataclasses.replace(value, runs=step.location.runs) for value in values]
         for value in values:
             if value.buffer is not None:

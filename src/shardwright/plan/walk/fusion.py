@@ -256,8 +256,8 @@ def _is_copy(buffer: Buffer, fused: set[Buffer]) -> bool:
 def _is_at_hand(buffer: Buffer, fused: set[Buffer], reach: Mapping[Buffer, int]) -> bool:
     """Tell whether a value is cheap to compute from a value that is in memory longer anyway."""
     small = buffer.size // _SMALL
-    # XLA's `InstructionFusion` freely repeats a value with at most one large operand: computing it
-    # reads no more than loading it.
+    # XLA's `InstructionFusion` computes a value with at most one large operand again for each use:
+    # this reads no more bytes than loading the value.
     large = [each for each in held(buffer, {*fused, buffer}) if each.size > small]
     if len(large) != 1 or (buffer.costly and not large[0].costly):
         return False
@@ -265,7 +265,7 @@ def _is_at_hand(buffer: Buffer, fused: set[Buffer], reach: Mapping[Buffer, int])
 
 
 def _in_one_kernel(buffer: Buffer, *, min_row_bytes: int = 0) -> bool:
-    """Tell whether a TPU may compute a value in the kernel of the matmul with which it starts.
+    """Tell whether a TPU may compute a value in the kernel of the matmul that the value reads.
 
     The kernel then has whole rows of the matmul, as for a softmax. The kernel keeps two copies of
     the operand that every row needs, in order to read ahead.
@@ -290,7 +290,7 @@ def held(buffer: Buffer, fused: set[Buffer]) -> list[Buffer]:
 
 
 def _is_start(buffer: Buffer) -> bool:
-    """Tell whether a buffer is computed from no other, or cannot be fused."""
+    """Tell whether a buffer is computed from no other buffer, or cannot be fused."""
     return not buffer.operands
 
 

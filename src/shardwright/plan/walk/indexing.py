@@ -56,7 +56,8 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
     pairs = {at: of_updates.index(own) for at, own in enumerate(of_table) if own in of_updates}
     updates = step.equation.invars[2]
     if value.free and step.wanted[0] is not None and not isinstance(updates, Literal):
-        # If the updates are partial sums, they are completed as the result shards their columns.
+        # If the updates are partial sums, complete them in the sharding that the result has along
+        # their columns.
         columns = _targets(step.wanted[0], step.values[2].dims, pairs)
         step.scope.asked.setdefault(updates, columns)
     update = step.whole(2)
@@ -91,8 +92,8 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
         step.doubt({axis for at in written for axis in value.dims[at]}, _WRITES)
     if not update.free:
         step.move(2, tuple(targets))
-    # XLA moves only sharded indices. It moves indices of several coordinates earlier, before it
-    # joins them.
+    # XLA moves only sharded indices. If an index has several coordinates, XLA moves it earlier,
+    # before it joins the coordinates.
     if update.free or (not made and step.avals[1].shape[-1] == 1):
         windows = step.parameters["dimension_numbers"].update_window_dims
         if not step.whole(1).free:

@@ -10,8 +10,8 @@ values it keeps. `fusion` lists the choices.
 * The lower end is that of a compiler at its best. Each chain of elementwise values overwrites a
   value that it starts with. A sum over devices is never in memory as a whole.
 
-Values that every compiler keeps are also counted alone: the arguments, the results, and the arrays
-that loops stack.
+The values that every compiler keeps are also counted separately: the arguments, the results, and
+the arrays that loops stack.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from shardwright.plan.walk.fusion import (
     roots,
 )
 
-# Compilers order the matmuls that rematerialization repeats so that fewer gradients wait. Measured:
-# the peak of `scanned_layers` is 0.96 of the lower end without this allowance.
+# Compilers order the matmuls that rematerialization repeats so that fewer gradients are in memory
+# at a time. So the lower end counts 1/14 less of the values that not every compiler keeps. Without
+# this allowance, the measured peak of `scanned_layers` would be 0.96 of the lower end.
 _REMAT: Final = 14
 
 
@@ -141,11 +142,12 @@ class Timeline:
             [fused_buffers(self._entries, reads, each, join=join) for join in (False, True)]
             for each in (Fusion.NARROW, Fusion.WIDE)
         ]
-        # Compiled programs show both ways, so the upper end covers the larger one.
+        # Compiled programs show both choices, so the upper end is that of the larger one.
         most = [max(self._highest(choices, results, kept, reserved), key=_bytes)]
         recomputes = self.recomputes or any(entry.inner.recomputes for entry in self._entries)
         # XLA takes the best of several schedules. In programs with loops, the best one is often
-        # depth-first. In others it is so only if it needs little memory, so the smaller way counts.
+        # depth-first, so the larger choice counts. In other programs, it is depth-first only if
+        # that needs little memory, so the smaller choice counts.
         if not recomputes:
             program = self._entries
             loops = within or any(entry.loop for entry in program)
@@ -156,7 +158,7 @@ class Timeline:
         high, live = max(most, key=_bytes)
         outputs = frozenset() if within else frozenset(results)
         sure = self._sure(ways[Fusion.NARROW], results, outputs)
-        # Values on the host are never fused, so both ways of fusing give one number.
+        # Values on the host are never fused, so all choices of `Fusion` give the same number.
         host = 0
         if any(
             entry.inner.host or any(each.host for each in entry.births) for entry in self._entries
@@ -199,11 +201,11 @@ class Timeline:
         kept: Sequence[Buffer],
         reserved: Sequence[Buffer],
     ) -> list[tuple[int, tuple[Live, ...]]]:
-        """Return each way's upper end in this order, and the values in memory at that time."""
+        """Return, for each choice, its upper end and the values in memory at that time."""
         ends = []
         for either in choices:
             ways = (self._way(fused, results, kept) for fused in either)
-            # A compiler does not fuse where that keeps more in memory.
+            # A compiler does not join values to a kernel if that keeps more in memory.
             ends.append(min((self._most(way, reserved) for way in ways), key=_bytes))
         return ends
 
@@ -324,7 +326,7 @@ class Timeline:
                 for birth in entry.births
                 if free.get(birth.size, TEMPORARY) not in (TEMPORARY, LOOPS)
             )
-            # Dropped before the results are added, so that memory that is reused counts once.
+            # Drop these buffers before the results are added, so that reused memory counts once.
             alive.drop(ended)
             overwritten = {buffer.size for buffer in ended if buffer in outside}
             outside.update(birth for birth in entry.births if birth.size in overwritten)
@@ -393,11 +395,11 @@ def _depth_first(entries: Sequence[Entry], results: Iterable[Buffer]) -> list[En
     """Return equations in the order of XLA's depth-first scheduler (`DFSMemoryScheduler`).
 
     Each equation comes directly before the first equation that reads its result. The operands of an
-    equation are sorted. For each operand, the extra readers of all values from which it is computed
-    are counted: the largest count comes first, then the most bytes. The results of the program are
-    sorted in the same way. No equation reads the gradients of weights, so the backward pass may run
-    before the matmuls of these gradients. Then all that these matmuls read is in memory at the same
-    time.
+    equation are sorted by the values from which each is computed: the operand whose values have the
+    most extra readers comes first, and of equal operands the one whose values have the most bytes.
+    The results of the program are sorted in the same way. No equation reads the gradients of
+    weights, so the backward pass may run before the matmuls of these gradients. Then all that these
+    matmuls read is in memory at the same time.
     """
     makers: dict[Buffer, int] = {}
     for at, entry in enumerate(entries):
@@ -429,8 +431,8 @@ def _depth_first(entries: Sequence[Entry], results: Iterable[Buffer]) -> list[En
     turns = {at: turn for turn, at in enumerate(ordered)}
     placed, turn = [], 0
     for at in range(len(entries)):
-        # An equation that no result needs, such as a copy, stays behind the equation that it
-        # follows, and behind the equations that it reads.
+        # An equation that no result needs, such as a copy, stays behind the equation before it in
+        # the program, and behind the equations that it reads.
         turn = turns.setdefault(at, max([turn, *(turns.get(each, 0) for each in reads[at])]))
         placed.append((turn, at))
     return [entries[at] for _, at in sorted(placed)]

@@ -244,7 +244,7 @@ def _freed(lookup: Lookup, level: _Level, name: Name, group: frozenset[str]) -> 
         order = tuple(lookup.tokens)
     else:
         order = (*lookup.tokens.values(), *lookup.columns.values())
-    # `GroupShardingOnReplicatedDim` counts parts and knows no mesh axes, so it may split an axis.
+    # XLA's `GroupShardingOnReplicatedDim` counts parts, and may split a mesh axis.
     left = [shards(axes, sizes) for axes in dims]
     copies, needed = shards(level.free, sizes) // math.prod(left), shards(group, sizes)
     for at in order:

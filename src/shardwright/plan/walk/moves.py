@@ -55,9 +55,10 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> ValueMove:
     * A new mesh axis needs a slice, which sends nothing.
     * A mesh axis that changes its dim needs an all-to-all. XLA takes the last mesh axes of a dim,
       and appends them to the other dim. If their order is then not that of `goal`, a permute
-      follows. If mesh axes change places between three dims, XLA gathers them instead.
+      follows. If mesh axes change places between three dims, XLA gathers these dims instead.
     * A mesh axis that is removed needs an all-gather. Dims are gathered one by one, the last dim
-      first. If another mesh axis follows it in its dim, a permute comes before the all-gather.
+      first. If a mesh axis that stays follows the removed one in its dim, a permute comes before
+      the all-gather.
     * If a mesh axis of a dim is replaced by another mesh axis, a permute of the smaller shards is
       needed.
     """
@@ -79,7 +80,7 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> ValueMove:
     # A dim that loses one mesh axis and gets another one is not gathered here. The case below
     # exchanges this dim and notes a doubt.
     if len(left | entered) > _PAIR and len(moved) > 1 and not left & entered:
-        # The mesh axes cut their new dims after the gathers, so the gathers send shards of `held`.
+        # XLA slices the new dims only after the gathers, so the gathers send shards of `held`.
         return ValueMove(transfers=tuple(_gathered(held, moved, sizes)[0]))
     if moved and len(changed) > _PAIR:  # a third dim gets a new mesh axis
         exchange = _exchanged(held, current, goal, sizes, moved)
@@ -267,7 +268,7 @@ def _with_both(
         smaller = shards(gone, sizes) <= shards(moved, sizes)
         rest = _exchanged(kept, kept, goal, sizes, moved)
         # The move is known exactly if the removed mesh axes have no more devices than the moved
-        # mesh axes, and are not in the dims that these leave.
+        # mesh axes, and are not in dims that the moved mesh axes leave.
         doubt = doubtful if not smaller or losing & origins else rest.doubtful
         return ValueMove(transfers=(*transfers, *rest.transfers), doubtful=doubt)
     # The exchange comes first: the array is still cut over `gone`, so fewer bytes move.

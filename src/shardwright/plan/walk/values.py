@@ -54,16 +54,18 @@ class ShardedValue:
       widened_from: Element type that the value, or the terms of the sum, had before they were
         converted to a wider type. If the sum is converted back, it is added in this type.
       is_matmul: Whether the value is the result of a matmul, whose layout compilers choose.
-      runs: How often the value is computed. XLA moves loop-invariant code out of a loop.
+      runs: How often the value is computed. A loop-invariant value is computed once, because XLA
+        moves it out of the loop.
       free: Whether every device can compute the value by itself, such as a constant or an iota.
         Such a value gets any sharding without a collective.
       origins: Mesh axis -> why it is in `dims` or `owed`.
       lookups: The lookups whose gradients the value adds up. Each entry has the place of the
         lookup, and the mesh axes that shard its table, indices or rows.
-      table_moves: If the value is a scatter into zeros: the moves, from sharding to sharding, of
-        the value to which it is added. XLA scatters into that other value instead of the zeros, so
-        it moves that value like the zeros.
-      summed: Kinds and mesh axes of the collectives that completed it, if it was a partial sum.
+      table_moves: If the value is a scatter into zeros that is then added to another value: the
+        moves of this other value, as pairs of shardings. XLA scatters into the other value instead
+        of the zeros, so it moves the other value as it would move the zeros.
+      summed: If the value was a partial sum: kinds and mesh axes of the collectives that completed
+        the sum.
       buffer: Its memory, or None if it needs none (constants) or the walk does not count memory.
     """
 
