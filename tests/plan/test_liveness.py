@@ -450,15 +450,39 @@ def test_gathered_results_are_counted_whole() -> None:
     assert (gathered.sure, gathered.high) == (5 * part, 6 * part)
 
 
-def test_scattered_results_do_not_hold_their_sums() -> None:
+@pytest.mark.parametrize(("contracted", "held"), [(1024, 4), (16384, 6)])
+def test_scattered_results_do_not_hold_their_sums(contracted: int, held: int) -> None:
+    """A long matmul adds a sum up part by part. A short one adds it up as a whole."""
+
     def sums(x: Any, y: Any) -> Any:
         return [sw.shard(x, *reversed(BY_TENSOR)) @ sw.shard(y, BY_TENSOR) for _ in range(8)]
 
     specs = ((sw.EMPTY, sw.MLP_INTERMEDIATE), BY_TENSOR)
-    peak = of(sums, SQUARE, SQUARE, specs=specs, outputs=[BY_TENSOR] * 8)
+    left, right = (
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((1024, contracted), (contracted, 1024))
+    )
+    peak = of(sums, left, right, specs=specs, outputs=[BY_TENSOR] * 8)
     part = 1024**2
-    # Both inputs, the parts of one sum that is sent, and the results.
-    assert peak.high == 2 * part + 6 * part + 8 * part
+    # Both inputs, one sum or the parts of it that are sent, and the results.
+    assert peak.high == 2 * (contracted // 1024) * part + held * part + 8 * part
+
+
+@pytest.mark.parametrize(("columns", "held"), [(1002, 2.75), (1024, 2)])
+def test_sum_whose_tiles_have_a_large_prime_factor_is_reduced_whole(
+    columns: int, held: float
+) -> None:
+    """XLA cannot scatter 1002 tiles, which are 6 times 167. It all-reduces them."""
+    shape = (256, 128 * columns)
+    size = 256 * 128 * columns * F32
+
+    def update(x: Any, y: Any, old: Any) -> Any:
+        return old - sw.shard(sw.shard(x, BY_TENSOR).T @ sw.shard(y, BY_TENSOR), BY_TENSOR)
+
+    shapes = [jax.ShapeDtypeStruct(each, jnp.float32) for each in ((256, 256), shape, shape)]
+    peak = of(update, *shapes, specs=(BY_TENSOR,) * 3, outputs=BY_TENSOR)
+    # Shards of two arguments and of the result, and either the sum with its shard, or two sums.
+    assert peak.high == pytest.approx(held * size, rel=0.01)
 
 
 @pytest.mark.parametrize(("mesh", "parts", "copies"), [("tp:4,dp:2", 6, 0), ("tp:8", 8, 1)])
@@ -467,11 +491,11 @@ def test_collective_matmul_in_a_loop_copies_its_left_operand(
 ) -> None:
     specs = ((sw.EMPTY, sw.MLP_INTERMEDIATE), BY_TENSOR)
     pm = sw.PartitionManager(sw.Strategy.preset("tensor"), mesh=sw.abstract_mesh(mesh))
-    left = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
-    right = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
+    left = jax.ShapeDtypeStruct((1024, 16384), jnp.float32)
+    right = jax.ShapeDtypeStruct((16384, 1024), jnp.float32)
     peak = pm.plan(jnp.matmul, left, right, specs=specs, outputs=BY_TENSOR).memory
-    size = 4 * 1024 * 4096 // pm.mesh.shape["tp"]
-    part = size // 4
+    size = 4 * 1024 * 16384 // pm.mesh.shape["tp"]
+    part = size // 16
     # Both operands, the parts of the sum, and the result.
     assert peak.high == (2 + copies) * size + parts * part + part
 

@@ -26,6 +26,7 @@ from shardwright.plan.walk.equations import called_jaxpr, for_gpus, live_equatio
 from shardwright.plan.walk.fusion import roots
 from shardwright.plan.walk.liveness import Timeline
 from shardwright.plan.walk.padding import (
+    is_cut,
     keep_copies,
     padded_copies,
     turned_copies,
@@ -53,6 +54,10 @@ _LOOPS: Final = frozenset({"scan", "while"})
 _READ_FROM_MEMORY: Final = _LOOPS | {"pallas_call"}  # no operand is fused into these primitives
 _PARTS: Final = 8  # parts of a result that a collective matmul holds: four for each direction
 _HELD: Final = 4  # at least this many of these parts are in memory
+# A collective matmul has at least this many operations for each byte of a part, as measured for v5e
+# and v5p, rings of 4, 8 and 16, both float types, and each size.
+_MIN_FLOPS: Final = 4216
+_PAIR: Final = 2  # two devices never run a collective matmul
 _ANGLES: Final = frozenset({"sin", "cos"})
 
 
@@ -109,7 +114,6 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
     copies = padded_copies(step.equation, births, ledger.timeline)
     copies += turned_copies(step.name, births)
     held, sent = _hold_parts(step, births, _parts(step, values))
-    copies += sent
     if step.name == "dot_general" and step.location.recomputed:
         # With remat, the backward pass may run in another order; see `_REMAT` of `liveness`.
         ledger.timeline.recomputes = True
@@ -121,7 +125,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
     _mark_hosted(step, values, births, operands)
     ledger.timeline.add(
         operands,
-        [birth for birth in (*births, *copies) if birth is not None],
+        [birth for birth in (*births, *copies, *sent) if birth is not None],
         in_place=_overwritten(step.equation, [value.buffer for value in step.values]),
         inner=ledger.inner,
         loop=step.name in _LOOPS,
@@ -134,6 +138,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         early=step.name == "device_put"
         and any(each.host and _is_argument(each) for each in operands),
         carries=[birth for birth in carries if birth is not None],
+        after=_whole_sum(step, values),
     )
     born = zip(values, births, strict=True)
     return [dataclasses.replace(value, buffer=buffer) for value, buffer in born]
@@ -152,8 +157,12 @@ def _hold_parts(
     Returns:
       The fewest bytes of parts, and buffers of what is in memory only while the matmul runs.
     """
-    # Only a matmul has parts, so an equation without results is not looked at, such as a print.
-    if not parts or (total := births[0]) is None:
+    # Other equations may have no results, such as a print.
+    if step.name != "dot_general" or not step.ledger.tiled or (total := births[0]) is None:
+        return 0, []
+    if not parts:
+        if step.wanted[0] is not None:
+            total.min_bytes = total.size  # a reduce-scatter reads the whole sum
         return 0, []
     part, whole = parts // _PARTS, total.size
     loop = whole > _HELD * part
@@ -248,18 +257,37 @@ def _shard_sums(step: PlanStep, births: Sequence[Buffer | None]) -> None:
 
 
 def _parts(step: PlanStep, results: Sequence[ShardedValue]) -> int:
-    """Return the bytes of the parts that a matmul adds up while it sends other parts.
+    """Return the bytes of the parts that a matmul adds up while it sends other parts, or 0.
 
     Compilers for TPUs run a matmul and the reduce-scatter of its result as one loop (collective
-    matmul). The loop sends both ways along the ring. For each direction it holds two parts that it
-    multiplies, one that it sends and one that it receives. The parts are added where the result is
-    read, so some are still in memory during the next matmul, see `_hold_parts`.
+    matmul) if the matmul takes long enough, see `_MIN_FLOPS`. The loop sends both ways along the
+    ring. For each direction it holds two parts that it multiplies, one that it sends and one that
+    it receives. The parts are added where the result is read, so some are still in memory during
+    the next matmul, see `_hold_parts`.
     """
     if step.name != "dot_general" or step.wanted[0] is None or not step.ledger.tiled:
         return 0
-    if not results[0].owed & axes_of(step.wanted[0]):
+    ring = results[0].owed & axes_of(step.wanted[0])
+    devices = math.prod(step.ledger.sizes[axis] for axis in ring)
+    (contracted, _), _ = step.parameters["dimension_numbers"]
+    shape = step.ledger.local_shape(step.avals[0], step.values[0].dims)
+    flops = 2 * math.prod(shape[at] for at in contracted)  # for each element of the result
+    if devices <= _PAIR or devices * flops < _MIN_FLOPS * step.results[0].dtype.itemsize:
         return 0
     return _PARTS * step.ledger.local_bytes(step.results[0], step.wanted[0])
+
+
+def _whole_sum(step: PlanStep, results: Sequence[ShardedValue]) -> Buffer | None:
+    """Return the operand of a reduce-scatter if no collective matmul makes this sum, else None.
+
+    XLA's schedulers run such a reduce-scatter as soon as there is a sum, since it frees memory.
+    """
+    if step.name not in CONSTRAINTS or not step.ledger.tiled:
+        return None
+    total = step.values[0].buffer
+    if total is None or not step.values[0].owed & results[0].mesh_axes:
+        return None
+    return total if all(each.min_bytes for each in roots(total)) else None
 
 
 def _unadded(
@@ -271,14 +299,21 @@ def _unadded(
     before, result, birth = step.values[0], results[0], births[0]
     if not before.owed & result.mesh_axes:
         return
-    # If the sum is converted to a wider type, its parts still have the narrower type.
-    dtype = before.widened_from or step.results[0].dtype
-    elements = local_elements(step.results[0].shape, result.dims, step.ledger.sizes)
-    extra = _PARTS // 2 * whole_bytes(elements, np.dtype(dtype)) - birth.size
-    assert step.ledger.timeline is not None
-    copy = Buffer(size=extra, kind=TEMPORARY)
-    step.ledger.timeline.padded[birth] = Padded(buffer=copy, late=False)
-    step.ledger.timeline.add([], [copy], after=birth)
+    total = _whole_sum(step, results)
+    if total is None:
+        # If the sum is converted to a wider type, its parts still have the narrower type.
+        dtype = before.widened_from or step.results[0].dtype
+        elements = local_elements(step.results[0].shape, result.dims, step.ledger.sizes)
+        extra = _PARTS // 2 * whole_bytes(elements, np.dtype(dtype)) - birth.size
+    elif is_cut(total.shape):
+        return
+    else:
+        # XLA all-reduces the sum right before the equation that reads a slice of it.
+        extra = 2 * total.size - birth.size
+    copy, timeline = Buffer(size=extra, kind=TEMPORARY), step.ledger.timeline
+    assert timeline is not None
+    timeline.padded[birth] = Padded(buffer=copy, late=False)
+    timeline.add([], [copy], after=birth)
 
 
 def _mark_row(equation: Any, result: Buffer | None, shapes: Sequence[tuple[int, ...]]) -> None:

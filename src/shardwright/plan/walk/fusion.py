@@ -143,9 +143,10 @@ def _is_repeated(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer
         if fusion is Fusion.WIDE:
             # For a softmax over a vocabulary, the logits are in memory, and not their exponentials.
             return buffer.costly or _in_one_kernel(buffer, min_row_bytes=1)
-    if fusion is not Fusion.NARROW or not buffer.costly:
+    # Each matmul computes an activation again, such as `silu(h)`, even if that takes exponentials.
+    if fusion is not Fusion.NARROW or not buffer.costly or not buffer.reduced:
         return True
-    return reads.matmuls.get(buffer, 0) <= 1 and not (buffer.reduced and _in_one_kernel(buffer))
+    return reads.matmuls.get(buffer, 0) <= 1 and not _in_one_kernel(buffer)
 
 
 def _joined(entries: Sequence[Entry], needed: Container[Buffer]) -> set[Buffer]:

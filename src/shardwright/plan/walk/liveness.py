@@ -104,10 +104,12 @@ class Timeline:
     def _in_order(self) -> list[Entry]:
         """Return the equations, each followed by those that were added after its results."""
         waiting = dict(self._after)
-        entries = []
-        for entry in self._entries:
-            later = [each for buffer in entry.births for each in waiting.pop(buffer, ())]
-            entries += [entry, *later]
+        entries: list[Entry] = []
+        stack = self._entries[::-1]
+        while stack:
+            entries.append(stack.pop())
+            later = [each for buffer in entries[-1].births for each in waiting.pop(buffer, ())]
+            stack += later[::-1]
         return _late([*entries, *(each for later in waiting.values() for each in later)])
 
     def peak(

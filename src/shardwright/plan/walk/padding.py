@@ -28,8 +28,23 @@ from shardwright.plan.walk.liveness import Timeline
 
 # A tile of a TPU has 8 sublanes by 128 lanes, of 32 bits each.
 _LANES: Final = 128
+_LARGEST_FACTOR: Final = 113  # a larger prime number of tiles is not cut, as measured
 _SUBLANES: Final = 8
 _MATRIX: Final = 2
+
+
+def is_cut(shape: Sequence[int]) -> bool:
+    """Tell whether a compiler for TPUs can cut the last dim of a sum into equal blocks of tiles.
+
+    It cannot if the number of tiles has a large prime factor.
+    """
+    tiles, factor = -(-shape[-1] // _LANES), 2
+    while factor * factor <= tiles:
+        if tiles % factor:
+            factor += 1
+        else:
+            tiles //= factor
+    return tiles <= _LARGEST_FACTOR
 
 
 def padded_copies(
