@@ -43,7 +43,7 @@ class Choice:
       alternatives: Names of less preferred implementations that could serve the call, best first.
         An implementation that is never preferred, such as a registered one, is not listed.
       call: The call.
-      instead: If a named implementation refuses, the choice that "auto" makes for the call.
+      instead: If an implementation is named and refuses the call: the choice that "auto" makes.
       line: The line of the strategy that names the implementation, or None.
       inner: A line that names the kernel that runs on each shard and, if this is not the platform's
         own kernel, says why. Empty if no implementation is chosen, or if the chosen one has a

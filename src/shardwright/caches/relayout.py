@@ -179,7 +179,7 @@ def _target(
 
 
 def _sources(cache: KVCache, manager: PartitionManager) -> dict[str, PartitionSpec | None]:
-    """Return the spec of every array on the manager's mesh. An array on another mesh has None."""
+    """Return array name -> spec on the manager's mesh, or None if the array is on another mesh."""
     return {
         name: _source(getattr(cache, name), axes, cache.spec.mode, manager)
         for name, axes in cache.array_axes.items()

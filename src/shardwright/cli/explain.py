@@ -216,7 +216,7 @@ def array_lines(answer: ExplainedTensor, *, width: int) -> list[str]:
         lines += ["", f"{_modes_text(names, answer.modes)}  ->  {spec}"]
         if resolution.decisions:
             rows = [HEAD, *map(row, resolution.decisions)]
-            # The third cell of `HEAD` is the size.
+            # Leave out the third column, the size, if no size is known.
             if all(decision.size is None for decision in resolution.decisions):
                 rows = [(*cells[:2], *cells[3:]) for cells in rows]
             lines += remarked_table(rows, indent="  ", width=width)

@@ -177,8 +177,8 @@ def numbered(jaxpr: Any) -> Iterator[tuple[int, Any]]:
     """Yield each equation of a jaxpr with its index, `reshard` aside.
 
     Under a mesh, JAX adds `reshard` to some programs, such as that of `jnp.where(x, 1, y)`. On Auto
-    axes it does nothing. So a `reshard` must not change the index of another equation: it has the
-    index of the equation after it.
+    axes it does nothing. A program must have the same indices with and without it. So a `reshard`
+    is not counted: it has the index of the equation after it.
     """
     at = 0
     for equation in jaxpr.eqns:

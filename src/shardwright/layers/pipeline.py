@@ -159,9 +159,9 @@ def read_stack(
     apart = _shards_apart(manager, cut, specs, path, once=once) if by_row else ()
     if once:
         # Gather all weights once. `gather` in a layer then finds its weight whole. If `apart` does
-        # not have the mesh axes of FSDP, that `gather` still scatters each gradient, so the stage
-        # adds gradients sharded as stored. Over Explicit mesh axes, their sum has the type of the
-        # gathered weights, so the sum is gathered too, once.
+        # not have the mesh axes of FSDP, `gather` in a layer still scatters the weight's gradient,
+        # so the stage adds gradients that are sharded like stored weights. Over Explicit mesh axes,
+        # their sum has the type of the gathered weights, so the sum is gathered once too.
         params = manager.gather(params, specs, path=path)
     return params, lead, Stages(layer=layer, cut=cut, lead=lead, apart=apart)
 

@@ -36,7 +36,7 @@ class ArgumentAsWeight:
     source: str
 
 
-# `argument` and `cut` of a value, or None if the value is computed.
+# The fields `argument` and `cut` for a value, or None if the value is computed.
 _Known = tuple[int, int] | None
 
 

@@ -214,7 +214,7 @@ def _with_pieces(
     devices = max(len(base.target.devices), len(base.source.devices) if base.source else 1)
     itemsize = max(base.dtype.itemsize, base.to_dtype.itemsize)
     elements = math.prod(base.shape)
-    # The shards are largest at the step with the fewest of them, such as after an all-gather.
+    # The shards are largest where the array has the fewest of them, such as after an all-gather.
     largest = max(elements // math.prod(each) for each in counts) * devices * itemsize
     pieces = cut(base.shape, counts, largest=largest, limit=limit) if elements else _ONE_PIECE
     return dataclasses.replace(

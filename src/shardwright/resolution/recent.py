@@ -28,8 +28,8 @@ class Recent(dict[Any, Any]):
 
         The value then counts as used again.
         """
-        # Two generations replace an exact order by last use. A hit in the newer one is a plain
-        # lookup of `dict`, without a lock and without a call of Python code.
+        # There is no exact order by last use, only a newer and an older generation. So a hit in the
+        # newer one is a plain lookup of `dict`, without a lock and without a call of Python code.
         value = self._older.get(key) if self._older else None
         return None if value is None else self.keep(key, value)
 

@@ -38,7 +38,7 @@ TENSORS, TABLES, DEFAULT = range(3)
 def ranks_of(
     rules: AxisRules, axis: str, *, mode: str, role: Role, path: str | None
 ) -> list[RuleRank]:
-    """Return the rank of each candidate of an axis's rule, in order; one rank for a rule "-"."""
+    """Return the rank of each candidate of an axis's rule, in order. A rule "-" has one rank."""
     is_weight = role is not Role.ACTIVATION
     for number, entry in enumerate(rules.tensors if is_weight and path is not None else ()):
         rule = entry.find(axis, path or "")

@@ -108,7 +108,7 @@ def verify_front(
       variants: Label -> programs by mode, as they were searched.
       most: How many candidates to compile at most.
       platform: `tpu` or `cpu`. Defaults to `tpu`.
-      effort: How much the compiler optimizes.
+      effort: `full` or `low`, see `Target`.
       timeout: Seconds for each compile.
       cache: Folder of compiled results. Defaults to none.
       progress: Called with a text before each compile.

@@ -167,7 +167,7 @@ def make_target(
     Args:
       topology: The slices or domains, or None.
       platform: Defaults to the platform of the topology, else to `cpu`.
-      effort: How much the compiler optimizes.
+      effort: `full` or `low`, see `Target`.
 
     Raises:
       StrategyError: There is no compiler for the target, or it is not installed.

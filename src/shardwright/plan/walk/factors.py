@@ -18,9 +18,9 @@ def placed(
 ) -> dict[int, tuple[str, ...]]:
     """Return the mesh axes of each factor, given the mesh axes of each dim.
 
-    The major factor comes first. A factor has as many mesh axes of its dim as divide it. If it then
-    has a device for each element, the next factor has the other mesh axes. If the mesh axes do not
-    fit in this way, no factor of the dim has any.
+    The major factor comes first. A factor has as many mesh axes of its dim as divide its size. If
+    these have one device for each element of the factor, the next factor has the other mesh axes.
+    If the mesh axes do not fit in this way, no factor of the dim has any.
     """
     order: dict[int, tuple[str, ...]] = {}
     for factors, axes in zip(side, dims, strict=True):

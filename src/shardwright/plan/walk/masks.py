@@ -73,7 +73,8 @@ def _key(equation: Any, key_of: Callable[[Any], Any]) -> Any:
     name, parameters, result = equation.primitive.name, equation.params, equation.outvars[0].aval
     if name == "iota":
         length = result.shape[parameters["dimension"]]
-        # With one long dim, this iota equals a reshaped iota of one dim. Programs write both.
+        # If only one dim is longer than 1, this iota equals a reshaped iota of one dim. Programs
+        # write both forms.
         if length == result.size:
             return "shape", result.shape, ("iota", str(result.dtype), length)
         return name, str(result), parameters["dimension"]
@@ -100,7 +101,7 @@ def required_dims(
     sizes: Mapping[str, int],
     target: Callable[[Any], Dims | None],
 ) -> dict[EquationIds, Dims]:
-    """Return the sharding that later constraints require of each mask, or of an equal mask.
+    """Return, for each mask, the sharding that later constraints require of it or an equal mask.
 
     Args:
       jaxpr: The program.

@@ -92,7 +92,7 @@ def is_across(buffer: Buffer) -> bool:
 
 
 def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
-    """Return the copies that a transpose makes of an array without a dim of 128 elements.
+    """Return the copies that a transpose makes of an array whose dims all have below 128 elements.
 
     The patches of an image are such an array. The compiler pads the array before the transpose, the
     array after it, or both, to tiles of 8 by 128.
