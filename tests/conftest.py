@@ -11,7 +11,6 @@ import itertools
 import mmap
 import os
 import pathlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -172,25 +171,3 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(500_000, 20, 20)
     gc.enable()
-    _share_contexts()
-
-
-def _share_contexts() -> None:
-    """Let a thread lower 20 programs in one context of MLIR, as JAX 0.12 does with ten.
-
-    JAX 0.10 makes a context for each program: 4 ms, of small programs a fifth of the whole time.
-    """
-    from jax._src.interpreters import mlir
-
-    if hasattr(mlir, "_thread_local_context"):
-        return
-    make, local = mlir.make_ir_context, threading.local()
-
-    def make_or_share() -> Any:
-        context, left = getattr(local, "shared", (None, 0))
-        if not left:
-            context, left = make(), 20
-        local.shared = context, left - 1
-        return context
-
-    mlir.make_ir_context = make_or_share
