@@ -34,7 +34,7 @@ from shardwright.resolution.partition_specs import spec_of
 from shardwright.resolution.rules import Attention
 from shardwright.vocabulary.modes import MODE_DECODE
 
-# Rows of keys per sequence that the loop reads at a time; a larger page is read whole.
+# Number of keys of a sequence that the loop reads at a time. A larger page is read whole.
 _ROWS = 128
 
 

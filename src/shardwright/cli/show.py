@@ -78,7 +78,7 @@ class ProgressLine:
         self._every = 0.1 if self._terminal else 10.0
         self._width = 0
         self._started = time.monotonic()
-        # A terminal shows the first state. A log shows only work that takes long.
+        # A terminal shows the first state at once. A log shows a state only after `_every` seconds.
         self._due = 0.0 if self._terminal else self._started + self._every
 
     def __call__(self, state: Any) -> None:

@@ -60,7 +60,7 @@ def _local(dim: AtomDim, shards: int) -> AtomDim:
     while shards > 1 and factors:
         first = factors[0]
         if shards % first.size == 0:
-            # The shards take this whole factor, and perhaps a part of the next factor.
+            # All of this factor counts shards, and perhaps a part of the next factor does too.
             first.is_shards = True
             shards //= first.size
             factors = factors[1:]

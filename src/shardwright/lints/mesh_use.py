@@ -143,7 +143,7 @@ def _idle(
         return f"shards nothing: {what}, {repeated}", Severity.WARNING
     if axis in named:
         return None
-    # Rules of the parallelism axis whose default is this mesh axis: of TP for tp.
+    # The rules of the parallelism axis that has this mesh axis as its default, such as TP for tp.
     stated = [rule for _, key, rule in subject.written() if PARALLELISM_AXES.get(key) == axis]
     if any(rule.candidates and axis not in rule.mesh_axes for rule in stated):
         what = f"no rule names it, and {_parallelism(axis)} means another mesh axis"

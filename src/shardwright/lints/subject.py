@@ -113,7 +113,7 @@ class Subject:
                 yield ("policy", key), "", added
 
     def live(self, candidate: tuple[str, ...]) -> tuple[str, ...]:
-        """Return a candidate's mesh axes of size > 1; all of them if no mesh is known."""
+        """Return the mesh axes of a candidate without those of size 1, if the sizes are known."""
         if not self.sizes:
             return candidate
         return tuple(axis for axis in candidate if self.sizes.get(axis, 1) != 1)

@@ -238,7 +238,7 @@ def find_smaller_rules(
 def _changes(
     strategy: Strategy, manager: PartitionManager, state: StateBytes
 ) -> Iterator[dict[str, str]]:
-    """Yield settings that shard the arrays with most replicated bytes, and the residual stream."""
+    """Yield settings that shard the residual stream, and arrays with the most replicated bytes."""
     saved: dict[tuple[str, str], int] = {}
     for leaf in state.leaves:
         if leaf.category in (Category.INPUTS, Category.CACHE):

@@ -22,7 +22,7 @@ ROOT: Final = "shardwright"
 _SLICE_S: Final = 5.0
 # Seconds until processes that are not the first say where they wait.
 _OTHERS_LOOK_S: Final = 3.0
-# Seconds in which the process that decides, or closes the meeting, writes the verdict.
+# Seconds within which a process that decides or that closes the meeting must write the verdict.
 _VERDICT_S: Final = 5.0
 # Added to the number of arrivals if a wait fails. The store adds to a number in one step, so either
 # the last arrival or the first failure decides. Numbers of the store have 32 bits: enough if each

@@ -178,7 +178,7 @@ def find_route(
     )
     # Equal blocks on equal devices need no program, even if the mesh axes have other names.
     if dtype == to_dtype and same_blocks(before, after):
-        # An axis of size 1 changes the sharding of the result, but no shard.
+        # A mesh axis of size 1 may make the shardings unequal, although all shards are equal.
         stays = isinstance(source, NamedSharding) and source.mesh == target.mesh
         stays = stays and before.dims == after.dims
         return dataclasses.replace(base, way=Way.STAYS if stays else Way.RELABEL)

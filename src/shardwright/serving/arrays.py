@@ -204,7 +204,7 @@ class Arrays(abc.ABC):
     def usage(self, slot_lengths: collections.abc.Sequence[int], free_pages: int) -> CacheUsage:
         """Return the numbers of tokens and pages in the caches.
 
-        Numbers that the devices do not know come from the host.
+        Numbers that only the host knows are arguments.
 
         Args:
           slot_lengths: Tokens of each slot in the records of the host.

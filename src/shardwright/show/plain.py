@@ -15,7 +15,7 @@ def plain(value: Any) -> Any:
 
     Tuples become lists, and members of enumerations become text. A dataclass with `from_json`
     becomes the result of its `to_json`. Any other dataclass becomes the result of its function in
-    this package, or else all of its fields.
+    this package or, if it has no function, a dict of its fields.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # `from_json` of the class reads this format, so the class itself writes it.

@@ -149,7 +149,7 @@ def _simplified(
     sources = {path: source for path, source in origin.items() if path[:1] != (name,)}
     if (name,) in origin or (name, "0") in origin:
         sources[(name,)] = origin.get((name,), origin.get((name, "0"), ""))
-    # The source of a whole chain lists the lines of all its entries.
+    # The source of an axis lists the lines of all entries of its chain.
     for axis in {entry.name: None for entry in parts}:
         whole = _joined([entry for entry in parts if entry.name == axis])
         sources[name, axis] = whole.source

@@ -76,7 +76,7 @@ def flagged_devices() -> int:
 
 
 def try_for_devices(count: int) -> None:
-    """Request `count` CPU devices. The caller checks how many JAX has afterwards."""
+    """Request `count` CPU devices. The caller checks how many JAX gives."""
     try:
         if requested_devices() < count:
             jax.config.update(_OPTION, count)

@@ -91,7 +91,7 @@ def with_article(cls: type) -> str:
 
 
 def _nearest(value: Any, least: int, most: int | None) -> int:
-    """Return the allowed integer nearest to a number or to text of digits: 2 for 2.5 and for "2".
+    """Return an allowed integer near a number, or near the number in a text: 2 for 2.5 and "2".
 
     For any other value return `least`.
     """

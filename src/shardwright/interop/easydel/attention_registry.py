@@ -161,7 +161,7 @@ class AttentionImpl(abc.ABC):
 
     @staticmethod
     def _split_attention_mask(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return which queries see any key, and which keys any query sees, as bool arrays.
+        """Return two bool arrays: which queries see a key, and which keys a query sees.
 
         The mask has the shape `[..., q, kv]`.
         """

@@ -46,7 +46,7 @@ _OTHERWISE: Final = (
 )
 _EXPERT: Final = re.compile(r"(.*\bexperts\.)(\d+)\.(.*)", re.DOTALL)
 _APART: Final = "download the checkpoint again, or keep experts apart with stack_experts=False"
-# The number of a name that has no number.
+# Stands for the number of an expert or a layer in a name without one.
 _NO_NUMBER: Final = -1
 _SHORTER: Final = {np.dtype(np.int64): np.dtype(np.int32), np.dtype(np.uint64): np.dtype(np.uint32)}
 

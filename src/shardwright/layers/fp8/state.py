@@ -94,7 +94,7 @@ class Channel:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DenseUse:
-    """The values that one use of the matmuls reads: scales, and its leaves of the channel.
+    """The values that one use of the matmuls reads: scales, and the use's leaves of the channel.
 
     Attributes:
       x: Scale of the input.

@@ -206,9 +206,9 @@ class _Reader:
                 continue
             channel = part.attributes().get("channel_id", "")
             scatters = kind is Kind.ALL_REDUCE and is_scattered(inner, part)
-            # A split collective counts at its start, any other collective at its first fusion.
-            # Combined reduce-scatters all have the same channel, but they are never split, so each
-            # counts.
+            # Count a split collective once, at its start, and any other collective once, at its
+            # first fusion. Combined reduce-scatters all have the same channel, but a reduce-scatter
+            # is never split, so count each.
             is_repeat = channel in channels and not scatters
             if channel in self.started:
                 is_repeat = channel not in starts

@@ -483,8 +483,8 @@ def _matmul_inputs(
     Args:
       jaxpr: The equations.
       choose: Function of a matmul and of a list. The list has, for each operand, the positions of
-        the inputs from which the operand is computed. The function returns the entries of the
-        operands that it chooses.
+        the inputs from which the operand is computed. The function returns the entries of the list
+        for the operands that it chooses.
       for_gpus: Whether the walk is for GPUs, which decides the branches that run. `for_gpus` is a
         part of the key of the cache.
     """

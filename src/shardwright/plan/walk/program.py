@@ -154,7 +154,7 @@ class ShardingWalker:
             mask_origins=self._mask_origins,
         )
         held: dict[Any, ShardedValue] = dict(zip(jaxpr.invars, inputs, strict=True))
-        # Each device has the whole of the arrays that a program closes over.
+        # Each device has a whole copy of each array that a program closes over.
         held |= {variable: anywhere(_rank(variable)) for variable in jaxpr.constvars}
 
         def value(variable: Any) -> ShardedValue:

@@ -55,8 +55,8 @@ def with_typed_constants(step: PlanStep) -> PlanStep:
     """Return a step where operands that every device can compute have the sharding of their types.
 
     JAX lowers these types to constraints. XLA follows the constraints in two places: at a matmul,
-    and after a reshard to Auto mesh axes, where JAX puts each gather and scatter. At all other
-    equations, XLA folds the constants.
+    and after a reshard to Auto mesh axes, which JAX puts before each gather and scatter. At all
+    other equations, XLA folds the constants.
     """
     left = explicit_axes(step.results[0])
     values = []
