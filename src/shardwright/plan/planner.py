@@ -130,7 +130,7 @@ class PlanReport:
     time: TimeRange | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        # Estimate the time once: a search reads it dozens of times per candidate, to compare.
+        # Estimate the time once: a search reads it dozens of times per candidate, to compare plans.
         time = None
         if self.layout is not None:
             held = self.state.of().per_device

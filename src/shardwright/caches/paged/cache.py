@@ -150,7 +150,7 @@ class PagedCache(KVCache):
         return self._changed(self._decide(tables.share, sources, slots, lengths))
 
     def _decide(self, rule: Callable[..., Decision], *arrays: Any, **static: Any) -> Decision:
-        # Run the rule in a shard_map: otherwise the partitioner would shard it over the batch, with
+        # Run the rule in a shard_map: otherwise XLA would shard the rule over the batch, with
         # dozens of collectives.
         owned = Ownership(length=self.length, tables=self.tables, references=self.references)
         arguments = (owned, *(None if x is None else jnp.asarray(x) for x in arrays))
