@@ -216,7 +216,6 @@ CELLS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "mesh", "repeats", "kind"), CELLS)
-@pytest.mark.pairwise
 def test_equals_the_scan_everywhere(name: str, mesh: str, repeats: int, kind: Any) -> None:
     check(name, mesh, repeats, kind)
 

@@ -172,7 +172,6 @@ CELLS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "schedule", "mesh", "kind"), CELLS)
-@pytest.mark.pairwise
 def test_equals_the_sum_everywhere(name: str, schedule: str, mesh: str, kind: Any) -> None:
     check(name, schedule, mesh, kind)
 
@@ -190,7 +189,6 @@ def test_equals_the_sum_everywhere(name: str, schedule: str, mesh: str, kind: An
         ("1f1b", "pp:4,dp:2", "tick"),
     ],
 )
-@pytest.mark.pairwise
 def test_gradients_are_reduced_once(schedule: str, mesh: str, gather: str, kind: Any) -> None:
     """Over the data axes that shard no weight in the ticks; those of the head, by microbatch."""
     program, pm = check("dense", schedule, mesh, kind, forward=False, gather=gather)
