@@ -363,6 +363,21 @@ def test_first_dims_that_count_no_rows(name: str, shape: Any) -> None:
         jax.eval_shape(run, np.zeros((4, 16)), np.zeros((16, 16)))
 
 
+def test_unrepeated_stack_in_a_circular_pipeline() -> None:
+    stack = sw.stack_specs(sw.ArraySpec((16,), jnp.float32, (sw.EMPTY,)), 4)
+    run = functools.partial(sw.pipeline, lambda w, x, _: (x + w, None), specs=stack)
+    with manager("pp:2", repeats=2), raises(sw.LayerError, (4, 16), "(2, ...)", fix="repeats=2"):
+        jax.eval_shape(run, np.zeros((4, 16)), X)
+
+
+def test_rows_of_a_shard_that_do_not_divide() -> None:
+    stack = sw.stack_specs(sw.ArraySpec((16,), jnp.float32, (sw.EMPTY,)), 4)
+    run = functools.partial(sw.pipeline, lambda w, x, _: (x + w, None), specs=stack)
+    says = "48 rows, 12 on each of 4 shards over fsdp, and 12 rows do not divide into 8"
+    with manager("pp:2,fsdp:4"), raises(sw.IndivisibleError, says, path="x", fix=32):
+        jax.eval_shape(run, np.zeros((4, 16)), np.zeros((48, 6, 16)))
+
+
 def test_refusals() -> None:
     params, x = PARAMS["dense"], X
     stack = functools.partial(transformer_block.apply, DENSE)
@@ -400,6 +415,17 @@ def test_refusals() -> None:
         jax.eval_shape(stack, params, np.zeros((48, 6, 16), np.float32))
 
 
+@pytest.mark.parametrize(("repeats", "number"), [(1, "layers"), (2, "layers per repeat")])
+def test_fix_of_layers_that_do_not_divide(repeats: int, number: str) -> None:
+    """A rule of layers with a fallback runs under schedule = "none" only."""
+    pm, fix = manager("pp:4", repeats=repeats), 'schedule = "none"'
+    (problem,) = pm.explain(sw.LAYERS, shape=(6,), role="param").problems
+    assert problem.fix.startswith(f"choose a number of {number} that pp divides, or another pp")
+    assert fix in problem.fix
+    assert problem.edit is None
+    sw.Strategy.loads(STRATEGY.format(layers="pp | -", more=f"[pipeline]\n{fix}")).compile()
+
+
 STRATEGY = '[mesh]\npp = 2\n[rules]\nbatch = "pp"\nlayers = "{layers}"\n{more}'
 GPIPE = '[pipeline]\nschedule = "gpipe"\nmicrobatches = 8\n'
 
@@ -433,7 +459,7 @@ def test_overlays_are_checked_together() -> None:
 
 def test_explain_says_which_layers_a_stage_holds() -> None:
     pm = manager("pp:2,dp:4", repeats=2)
-    note = "layers of stage 0: 0-1, 4-5; stage 1: 2-3, 6-7"
+    note = "4 layers in each of 2 repeats: layers of stage 0: 0-1, 4-5; stage 1: 2-3, 6-7"
     assert pm.explain(sw.LAYERS, shape=(4,), role="param").notes == (note,)
     many = manager("pp:8").explain(sw.LAYERS, shape=(8,), role="param").notes
     assert many == ("layers of stage 0: 0; stage 1: 1; ...; stage 7: 7",)

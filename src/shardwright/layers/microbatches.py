@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardwright import _jax
-from shardwright.errors import IndivisibleError
+from shardwright.errors import IndivisibleError, raise_problems
 from shardwright.manager import constraint
 from shardwright.manager.manager import PartitionManager
 from shardwright.resolution.partition_specs import UNCONSTRAINED, entry_of
-from shardwright.resolution.pipeline import STAGES
+from shardwright.resolution.pipeline import STAGES, microbatch_problem
 from shardwright.vocabulary.axes import BATCH
 
 
@@ -123,22 +123,19 @@ def microbatches_of(manager: PartitionManager, batch: int) -> Microbatches:
     """
     assert manager.rules.pipeline is not None
     count, stages = manager.rules.pipeline.microbatches, manager.sizes.get(STAGES, 1)
-    if count % stages:
-        raise IndivisibleError(
-            f"{count} microbatches do not divide over {STAGES}={stages}, and each stage stores as "
-            "many of them as the others",
-            path="microbatches",
-            fix=f"write microbatches = {-(-count // stages) * stages} under [pipeline]",
-        )
+    if problem := microbatch_problem(manager.rules.pipeline, stages):
+        raise_problems([problem])
     axes = tuple(axis for axis in manager.mesh_axes(BATCH, batch) if manager.sizes[axis] > 1)
     at = axes.index(STAGES) if STAGES in axes else len(axes)
     before, after = axes[:at], axes[at + 1 :]
     shards = math.prod(manager.sizes[axis] for axis in (*before, *after))
     if batch % (shards * count):
         over = "+".join((*before, *after))
-        each = f" of {batch // shards} on each shard over {over}" if shards > 1 else ""
+        rows = batch // shards
+        each = f", {rows} on each of {shards} shards over {over}" if shards > 1 else ""
         raise IndivisibleError(
-            f"{count} microbatches do not divide the {batch} rows of the batch{each}",
+            f"the batch has {batch} rows{each}, and {rows} rows do not divide into {count} "
+            "microbatches",
             path="x",
             fix=f"pass a multiple of {shards * count} rows, or write fewer microbatches under "
             "[pipeline]",

@@ -200,14 +200,15 @@ def _lead(params: Any, specs: Any, repeats: int) -> tuple[int, ...]:
     leaves, structure = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_array_spec)
     arrays = structure.flatten_up_to(params)
     first = leaves[0][1].shape[:depth]
+    begin = f"({repeats}, ...)" if depth == 2 and first[0] != repeats else first
     fix = "create the parameters by stack_specs(specs, layers"
     fix += ")" if repeats == 1 else f", repeats={repeats}), which the strategy asks for"
     raise_problems(
         [
             Problem(
                 error=LayerError,
-                what=f"the array has shape {np.shape(array)}, its spec {spec.shape}, and all begin "
-                f"with {first}",
+                what=f"the array has shape {np.shape(array)}, its spec {spec.shape}, and both must "
+                f"begin with {begin}",
                 path=path_text(path),
                 fix=fix,
             )

@@ -48,7 +48,7 @@ from shardwright.resolution.rules import (
     default_rule,
 )
 from shardwright.resolution.unknown_axes import missing_entry_fix, unknown_axis
-from shardwright.vocabulary.axes import EXPERT, Role, axis_label
+from shardwright.vocabulary.axes import EXPERT, LAYERS, Role, axis_label
 from shardwright.vocabulary.lowering import Dim
 
 _ROUTER = "router weights and logits end in EXPERT_GATE: write it in place of EXPERT, or EMPTY here"
@@ -535,7 +535,15 @@ def _indivisible(
     count = f" ({shards} shards)" if len(live) > 1 else ""
     judged = f"{pending.judged_as} of " if pending.judged_as else ""
     fallback, edit = "write None there", None
-    if not pending.literal and decider.rules.policy.conflict is Conflict.NEXT:
+    end = "or choose a size and a mesh that divide"
+    pipeline = decider.rules.pipeline
+    if pipeline is not None and pipeline.runs and pending.named == axis_label(LAYERS):
+        # The rule of LAYERS may not have a fallback if stages run.
+        each = " per repeat" if pipeline.repeats > 1 else ""
+        axes = "+".join(live)
+        fallback = f"choose a number of layers{each} that {axes} divides, or another {axes}"
+        end = f'or write schedule = "none" under [pipeline] and layers = "{rule.ref.text} | -"'
+    elif not pending.literal and decider.rules.policy.conflict is Conflict.NEXT:
         fallback = 'under conflict = "next", fallbacks ignore sizes: set [policy] indivisible'
     elif isinstance(rule, Composite):
         fallback = f"add a fallback, {_composite_fallback(decider, rule, failure, size)}"
@@ -554,7 +562,7 @@ def _indivisible(
         size=size,
         mesh_axes=live,
         shards=shards,
-        fix=f"{fallback}, or choose a size and a mesh that divide",
+        fix=f"{fallback}, {end}",
         edit=edit,
     )
     return pending.decided(Outcome.FAILED)

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-from shardwright.errors import StrategyError
+from shardwright.errors import IndivisibleError, Problem, StrategyError
 from shardwright.resolution.decisions import DimDecision
 from shardwright.vocabulary.axes import LAYERS, PARALLELISM_AXES, PP, axis_label
 from shardwright.vocabulary.read import choice, integer, read_fields
@@ -71,6 +71,20 @@ class Pipeline:
         return f"{self.schedule}, {self.microbatches} microbatches, {self.repeats} repeats"
 
 
+def microbatch_problem(pipeline: Pipeline, stages: int) -> Problem | None:
+    """Return the problem of microbatches that do not divide over pp, or None if they do."""
+    count = pipeline.microbatches
+    if count % stages == 0:
+        return None
+    return Problem(
+        error=IndivisibleError,
+        what=f"{count} microbatches do not divide over {STAGES}={stages}, and each stage stores as "
+        "many of them as the others",
+        path="microbatches",
+        fix=f"write microbatches = {-(-count // stages) * stages} under [pipeline]",
+    )
+
+
 def stage_notes(
     pipeline: Pipeline | None, decisions: Sequence[DimDecision], stages: int
 ) -> Iterator[str]:
@@ -97,7 +111,9 @@ def stage_notes(
             ]
             if stages > 4:
                 held.insert(2, "...")
-            yield f"layers of {'; '.join(held)}"
+            repeats = pipeline.repeats
+            each = f"{size} layers in each of {repeats} repeats: " if repeats > 1 else ""
+            yield f"{each}layers of {'; '.join(held)}"
 
 
 def _layers_of(stage: int, chunk: int, size: int, repeats: int) -> str:
