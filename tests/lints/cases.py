@@ -41,6 +41,10 @@ SERVING = '[params]\nembed = "fsdp"\n[modes.decode]\nbatch = "dp | -"\n[policy]\
 MOVING = '[params]\nvocab = "tp"\n[modes.decode.params]\nvocab = "tp+fsdp"\n'
 DCN = '[mesh]\ndp = 4\nfsdp = 2\n[dcn]\ndp = 2\n[rules]\nbatch = "{}"\n'
 WEIGHT = '[mesh]\ntp = {}\n[rules]\nembed = "tp"\nmlp_intermediate = "tp"\n'
+STAGES = (
+    '[mesh]\npp = {}\n[rules]\nbatch = "pp"\nlayers = "pp"\n[pipeline]\nschedule = "gpipe"\n'
+    "microbatches = {}\n"
+)
 HEADS = '[rules]\nkv_head = "{}"\nkv_head_dim = "-"\nembed = "-"\n'
 
 CASES: dict[str, Case] = {
@@ -344,6 +348,26 @@ CASES: dict[str, Case] = {
         says='in "fsdp+dp", dp crosses slices but comes after fsdp, which does not cross them',
         fix='write the crossing axis first: "dp+fsdp"',
         quiet=DCN.format("dp+fsdp"),
+    ),
+    "microbatches that do not divide over pp": Case(
+        text=STAGES.format(4, 6),
+        code=Code.UNEVEN_MICROBATCHES,
+        severity=Severity.ERROR,
+        where="s.toml:8 pipeline.microbatches",
+        says="6 microbatches do not divide over pp=4",
+        fix="microbatches = 8",
+        quiet=STAGES.format(4, 8),
+    ),
+    "microbatches on another mesh": Case(
+        text=STAGES.format(2, 6),
+        mesh="pp:4,dp:2",
+        code=Code.UNEVEN_MICROBATCHES,
+        severity=Severity.ERROR,
+        where="s.toml:8 pipeline.microbatches",
+        says="6 microbatches do not divide over pp=4",
+        fix="microbatches = 8",
+        quiet=STAGES.format(2, 6),
+        quiet_mesh="pp:3,dp:2",
     ),
     "weights over a mesh axis of the batch": Case(
         text='[rules]\nbatch = "dp+fsdp"\n[params]\nembed = "fsdp+sp | dp | -"\n',

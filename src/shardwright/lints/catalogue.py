@@ -28,6 +28,7 @@ LINTS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     gathering.not_gathered,
     gathering.gathered_in_decode,
     mesh_use.shared_mesh_axes,
+    mesh_use.uneven_microbatches,
     mesh_use.dcn_order,
     mesh_use.idle_mesh_axes,
     mesh_use.idle_policies,

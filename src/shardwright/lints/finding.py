@@ -42,6 +42,7 @@ class Code(enum.StrEnum):
     GATHERED_IN_DECODE = "gathered_in_decode"
     DCN_MINOR = "dcn_minor"
     SHARED_MESH_AXIS = "shared_mesh_axis"
+    UNEVEN_MICROBATCHES = "uneven_microbatches"
     IDLE_MESH_AXIS = "idle_mesh_axis"
     IDLE_ZERO1 = "idle_zero1"
     IDLE_LARGEST_DIM = "idle_largest_dim"

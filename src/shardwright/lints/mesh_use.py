@@ -18,6 +18,7 @@ from shardwright.lints.subject import Subject, role_of
 from shardwright.mesh.build import INFER
 from shardwright.resolution.decisions import Resolution, RuleRef
 from shardwright.resolution.free_axes import policy_notes
+from shardwright.resolution.pipeline import STAGES, microbatch_problem
 from shardwright.resolution.resolver import explain
 from shardwright.vocabulary.axes import (
     EMPTY,
@@ -304,6 +305,21 @@ def _minor(subject: Subject, candidate: tuple[str, ...]) -> tuple[str, ...]:
         if axis in subject.crossing and inside:
             return inside[-1], axis
     return ()
+
+
+def uneven_microbatches(subject: Subject) -> Iterator[Finding]:
+    """Yield a number of microbatches that does not divide over the size of pp."""
+    pipeline, stages = subject.rules.pipeline, subject.sizes.get(STAGES, 1)
+    if pipeline is None or not pipeline.runs or stages == INFER:
+        return
+    if problem := microbatch_problem(pipeline, stages):
+        yield subject.finding(
+            Code.UNEVEN_MICROBATCHES,
+            Severity.ERROR,
+            ("pipeline", "microbatches"),
+            message=problem.what,
+            fix=problem.fix,
+        )
 
 
 def shared_mesh_axes(subject: Subject) -> Iterator[Finding]:
