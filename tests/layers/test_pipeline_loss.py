@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -293,3 +294,21 @@ def test_a_pipeline_under_1f1b_needs_the_loss() -> None:
         jax.eval_shape(
             functools.partial(transformer_block.apply, CONFIGS["dense"]), PARAMS["dense"], RESIDUAL
         )
+
+
+@pytest.mark.parametrize("mesh", [None, "pp:1", "pp:2,dp:4"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_head_that_returns_no_scalar(schedule: str, mesh: str | None) -> None:
+    stack = sw.stack_specs(sw.ArraySpec((16,), jnp.float32, (sw.EMPTY,)), 4)
+    given = np.ones((4, 16), np.float32), np.ones((64, 16), np.float32)
+    rows = 64 if mesh is None else 64 // COUNT
+    heads = {f"({rows},)": lambda w, y, _: y.sum(-1), "()": lambda w, y, _: (y.sum(), y)}
+    with manager(schedule, mesh) if mesh else contextlib.nullcontext():
+        for shape, head in heads.items():
+
+            def total(params: Any, x: Any, head: Any = head) -> Any:
+                run = functools.partial(sw.pipeline_loss, lambda w, x, _: (x + w, None))
+                return run(params, x, head, None, None, specs=stack)[0]
+
+            with raises(sw.LayerError, "head", "one scalar", shape, fix="sum"):
+                jax.eval_shape(jax.grad(total), *given)

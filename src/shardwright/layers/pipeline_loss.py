@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from shardwright.errors import LayerError
 from shardwright.layers.fp8.state import map_channels, split_uses
 from shardwright.layers.pipeline import ambient_pipeline, check_rows, one_scan, read_stack
 from shardwright.layers.stages import (
@@ -85,7 +86,7 @@ def pipeline_loss(
     Raises:
       IndivisibleError: As in `pipeline`.
       RankMismatchError: As in `pipeline`, and for `head_inputs`.
-      LayerError: As in `pipeline`.
+      LayerError: As in `pipeline`, or the head does not return one scalar.
 
     >>> import jax, jax.numpy as jnp
     >>> from shardwright.vocabulary.annotations import ArraySpec
@@ -106,21 +107,31 @@ def pipeline_loss(
         loss = jnp.float32(0) if aux is None else jnp.asarray(aux(output), jnp.float32)
         return x, (loss, jax.lax.stop_gradient(output))
 
+    def run_head(*given: Any) -> Any:
+        loss = head(*given)
+        if not jax.tree_util.all_leaves([loss]) or np.shape(loss):
+            shapes = jax.tree.map(np.shape, loss)
+            raise LayerError(
+                f"the head returns one scalar, got results of the shapes {shapes}",
+                fix="return the sum of the losses of all rows alone",
+            )
+        return loss
+
     given = (run_layer, params, x, inputs)
     params, lead, stages = read_stack(*given, specs=specs, path=path, by_row=by_row)
     if stages is None:
         x, (losses, outputs) = one_scan(run_layer, params, x, inputs, lead)
-        return head(head_params, x, head_inputs) + losses.sum(), outputs
+        return run_head(head_params, x, head_inputs) + losses.sum(), outputs
     cut = stages.cut
     check_rows({"head_inputs": head_inputs}, cut.batch, may_be_one=True)
     settings = ambient_pipeline()
     assert settings is not None
     if cut.stages == 1:
-        run = functools.partial(_one_after_another, stages, head)
+        run = functools.partial(_one_after_another, stages, run_head)
     elif settings.schedule is Schedule.ONE_F_ONE_B:
-        run = functools.partial(_in_forward_rule, stages, head)
+        run = functools.partial(_in_forward_rule, stages, run_head)
     else:
-        run = functools.partial(_all_layers_first, stages, head)
+        run = functools.partial(_all_layers_first, stages, run_head)
 
     # JAX runs a `shard_map` over some of the mesh axes only inside of a `jit`.
     @jax.jit
