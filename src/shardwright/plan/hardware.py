@@ -84,7 +84,7 @@ class Chip:
       devices: Number of devices that JAX sees per chip.
       shapes: Shapes of the small slices, which are not made of cubes.
       cube: Length of the side of a cube. All sides of a large slice are multiples of this length. 0
-        if there are no such slices.
+        if large slices are not made of cubes.
       longest: Longest side of a slice.
       most_chips: Number of chips of the largest slice.
       wraps: A side is a ring if its length is a multiple of this number.

@@ -28,8 +28,8 @@ class Recent(dict[Any, Any]):
 
         The value then counts as used again.
         """
-        # There is no exact order by last use, only a newer and an older generation. So a hit in the
-        # newer one is a plain lookup of `dict`, without a lock and without a call of Python code.
+        # Values are not ordered by their last use. They are in a newer or in an older `dict`. So
+        # finding a value in the newer one takes no lock and calls no Python code.
         value = self._older.get(key) if self._older else None
         return None if value is None else self.keep(key, value)
 

@@ -566,7 +566,7 @@ def without_mesh_axis(rules: AxisRules, mesh_axis: str) -> AxisRules:
 
 
 def default_rule(axis: str) -> Rule | None:
-    """Return the rule of a parallelism axis without a rule in the strategy: its own mesh axis."""
+    """Return the default rule of a parallelism axis: its own mesh axis. None for other axes."""
     name = PARALLELISM_AXES.get(axis)
     if name is None:
         return None

@@ -35,7 +35,7 @@ def source_lines(lines: list[str]) -> dict[str, str]:
             key, _, value = line.partition(" ")
             current[key] = value
     places = {key: _place(tables, value) for key, value in tables["StackFrames"].items()}
-    # Ids start at 1. XLA writes the parent's id plus one, or 1 if there is no parent.
+    # Ids start at 1. `parent_frame_id` is the id of the parent plus one; 1 means no parent.
     parents = {
         key: str(int(_field(value, "parent_frame_id") or 1) - 1)
         for key, value in tables["StackFrames"].items()
