@@ -23,13 +23,13 @@ class Body:
     """A jaxpr that an equation runs.
 
     Inputs of a loop's body are, in this order: values that stay the same, carries, and rows of the
-    operands that a scan cuts along their first dim. Its outputs are the next carries, and rows of
-    the results.
+    operands that a scan cuts along their first dim. Outputs of the body are the next carries, and
+    rows of the results.
 
     Attributes:
       jaxpr: The open jaxpr.
       operands: For each input, the number of its operand in the equation.
-      runs: How often the equation runs it.
+      runs: How often the equation runs the jaxpr.
       fixed: Number of inputs of a loop that stay the same.
       carried: Number of carries of a loop.
       rounds: Number of rounds of a loop, or None if it is not known.
@@ -43,12 +43,12 @@ class Body:
     rounds: int | None = None
 
     def of_operands(self, values: Sequence[Any]) -> list[Any]:
-        """Return the facts about the inputs, given the facts about all operands."""
+        """Return the values of the inputs, given one value for each operand of the equation."""
         return [values[at] for at in self.operands]
 
 
-# Primitives that run a jaxpr once, unchanged. Other primitives hold a jaxpr for another purpose:
-# `reduce` holds its scalar step, and a kernel its program.
+# Primitives that run a jaxpr once, unchanged. Other primitives have a jaxpr for another purpose:
+# `reduce` has the jaxpr of its scalar step, and a kernel has that of its program.
 _CALLS: Final = frozenset(
     {
         *("jit", "pjit", "checkpoint", "remat", "remat2", "composite", "compute_on"),
@@ -60,10 +60,10 @@ _HELD_AS: Final = ("jaxpr", "call_jaxpr", "call")
 
 
 def bodies(equation: Any) -> tuple[Body, ...]:
-    """Return the jaxprs that an equation runs, by the name of its primitive.
+    """Return the jaxprs that an equation runs. The name of its primitive tells which these are.
 
-    A `while` has its body and its condition, and a `cond` has all branches. The inside of a
-    `shard_map` is not among them, because its shapes are those of shards.
+    A `while` has its body and its condition, and a `cond` has all branches. The jaxpr of a
+    `shard_map` is left out, because its shapes are those of shards.
     """
     name, parameters, count = equation.primitive.name, equation.params, len(equation.invars)
     if name in _CALLS:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-# Primitives whose result has the shape of the operands that are not scalars, and is computed
-# element by element.
+# Primitives that compute their result element by element. The result has the shape of all operands
+# that are not scalars.
 ELEMENTWISE: Final = frozenset(
     [
         "abs",
@@ -103,8 +103,8 @@ ELEMENTWISE: Final = frozenset(
 )
 # Primitives that may run on each term of a partial sum, before the all-reduce that adds the terms.
 KEEPS_SUM: Final = frozenset({"convert_element_type", "neg", "copy", "copy_p", "reduce_precision"})
-# Primitives that return their operands unchanged: names for a remat policy, barriers, and orders of
-# dims in memory, which attention on TPUs requests to match the order of a cache.
+# Primitives that return their operands unchanged: names for a remat policy, barriers, and
+# constraints on the order of dims in memory. Attention on TPUs requests the order that a cache has.
 NAMES: Final = frozenset({"name", "optimization_barrier", "layout_constraint"})
 ADDITIONS: Final = frozenset({"add", "sub", "add_any"})
 CUMULATIVE: Final = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"})
@@ -131,7 +131,7 @@ WINDOWS: Final = frozenset(
 CONSTRAINTS: Final = frozenset({"sharding_constraint", "reshard", "annotate_axes"})
 # Primitives that move, split, join or add dims.
 VIEWS: Final = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
-# Primitives that cut, join, repeat or order elements. All except a stack need the whole of some
+# Primitives that cut, join, repeat or order elements. All except `stack` need all shards of some
 # dims.
 CUTS: Final = frozenset(
     [

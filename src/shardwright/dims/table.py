@@ -20,7 +20,8 @@ from shardwright.dims.primitives import (
 )
 
 DimSizes: TypeAlias = tuple[int, ...]
-# For each dim, the numbers of its factors, major first. A dim without a counterpart has no factors.
+# For each dim, the numbers of its factors, major first. `Correspondence` says what a factor is. A
+# dim without a counterpart has no factors.
 FactorsByDim: TypeAlias = tuple[tuple[int, ...], ...]
 
 
@@ -29,8 +30,8 @@ class FactorRole(enum.Enum):
 
     KEPT = "kept"
     SUMMED = "summed"  # shards of the operand give partial sums
-    # Shards of the operand give partial results, which are not combined by a sum.
-    COMBINED = "combined"  # by another function than a sum, such as a maximum
+    # Shards of the operand give partial results, which another function than a sum combines.
+    COMBINED = "combined"  # for example by a maximum
     # Each index selects along the factor, so each device has some of the selected elements.
     PICKED = "picked"
     CHANGED = "changed"  # elements of the result need elements of other shards
@@ -40,8 +41,10 @@ class FactorRole(enum.Enum):
 class Correspondence:
     """How the dims of operands and results correspond.
 
-    Equal numbers are equal factors. For example, a reshape of `(12, 8)` to `(12, 2, 4)` has factors
-    0, 1 and 2, of sizes 12, 2 and 4. The second dim of the operand has the factors `(1, 2)`.
+    A dim is the product of its factors, and dims that share a factor are sharded alike along it.
+    Equal numbers mean the same factor. For example, a reshape of `(12, 8)` to `(12, 2, 4)` has
+    factors 0, 1 and 2, of sizes 12, 2 and 4. The second dim of the operand has the factors `(1,
+    2)`.
 
     Attributes:
       sizes: Size of each factor.
@@ -49,8 +52,8 @@ class Correspondence:
       operands: Factors of the dims of each operand.
       results: Factors of the dims of each result.
       shardable: The factors that may stay sharded: those that are not `CHANGED` and are the major
-        factor of each of their dims. A minor factor may stay sharded too, if the factors before it
-        have a device for each element.
+        factor of each of their dims. A minor factor is not listed, but may stay sharded if the
+        factors before it have one device per element.
       adds: Whether the primitive may run on the terms of a sum, before they are added.
     """
 
@@ -63,7 +66,7 @@ class Correspondence:
 
 
 def correspondence(equation: Any) -> Correspondence | None:
-    """Return how the dims of an equation correspond, or None if the table has no such primitive."""
+    """Return how the dims of an equation correspond, or None if its primitive has no rule."""
     rule = _RULES.get(equation.primitive.name)
     if rule is None:
         return None
@@ -79,8 +82,8 @@ def elementwise(
 ) -> Correspondence | None:
     """Return how dims correspond if operands are broadcast to one shape, which all results have.
 
-    A dim of size 1 that is broadcast has no factor, and neither has a scalar. The result is None if
-    the results have several shapes, or no operand has their rank.
+    A dim of size 1 that is broadcast has no factor, and a scalar has none either. Return None if
+    the results have several shapes, or if no operand has their rank.
     """
     if len({*results}) != 1:
         return None
@@ -99,7 +102,7 @@ def elementwise(
 
 
 def broadcasts(own: DimSizes, shape: DimSizes) -> bool:
-    """Return whether an array has the rank of a result, and in each dim the result's size or 1."""
+    """Return whether an array has a result's rank, and in each dim the result's size or 1."""
     return len(own) == len(shape) and all(
         size in (1, whole) for size, whole in zip(own, shape, strict=True)
     )
@@ -121,7 +124,7 @@ def broadcast(old: DimSizes, new: DimSizes, places: tuple[int, ...]) -> Correspo
 
 
 def equal_products(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Cut two shapes into the smallest groups of neighboring dims with equal products.
+    """Cut two shapes into the smallest groups of neighboring dims with equal numbers of elements.
 
     >>> list(equal_products((5, 4, 6), (5, 3, 8)))
     [([0], [0]), ([1, 2], [1, 2])]
@@ -186,7 +189,7 @@ def reshape(old: DimSizes, new: DimSizes) -> Correspondence:
 def reduction(
     operands: tuple[DimSizes, ...], results: int, gone: tuple[int, ...], role: FactorRole
 ) -> Correspondence:
-    """Return how the dims of a reduction correspond. Operands after the first are scalars."""
+    """Return how the dims of a reduction correspond. Operands of other ranks are scalars."""
     every = [(dim,) for dim in range(len(operands[0]))]
     sides: list[Sequence[tuple[int, ...]]] = [
         every if len(own) == len(every) else [()] * len(own) for own in operands
@@ -200,7 +203,7 @@ def reduction(
 
 @functools.lru_cache(maxsize=4096)
 def along(shapes: tuple[DimSizes, ...], results: int, dims: tuple[int, ...]) -> Correspondence:
-    """Return how dims correspond if shapes stay, and results need the whole of some dims."""
+    """Return how dims correspond if shapes stay, but results need all shards of some dims."""
     every = [(dim,) for dim in range(len(shapes[0]))]
     roles = dict.fromkeys(dims, FactorRole.CHANGED)
     return _made(shapes[0], [every] * len(shapes), [every] * results, roles=roles)
@@ -277,7 +280,7 @@ def ragged_dot(
     """Return how the dims of a ragged matmul correspond.
 
     Each row picks the matrix of its group. If rows are contracted, as in the gradient of the
-    matrices, the result has a dim of groups in front instead.
+    matrices, the result instead has a leading dim of groups.
     """
     plain = dot_general(left, right, numbers.dot_dimension_numbers)
     lefts, rights = plain.operands
@@ -287,7 +290,8 @@ def ragged_dot(
         results.insert(0, (len(plain.sizes),))
     roles = dict(enumerate(plain.roles)) | {factor: FactorRole.PICKED for (factor,) in picked}
     sizes = (*plain.sizes, result[0])
-    # The sizes of the groups tell every device which rows pick which matrix.
+    # Group sizes have no factors: every device needs all of them to know which rows pick which
+    # matrix.
     return _made(sizes, [lefts, rights, [()] * len(groups)], [results], roles=roles)
 
 
@@ -295,7 +299,7 @@ def ragged_dot(
 def gather(
     table: DimSizes, index: DimSizes, result: DimSizes, numbers: Any, slices: tuple[int, ...]
 ) -> Correspondence:
-    """Return how the dims of a gather correspond: dims read whole, and dims of the indices."""
+    """Return how the dims of a gather correspond: table dims read whole, and dims of indices."""
     sizes = [*table, *index, *result]
     tables = [(dim,) for dim in range(len(table))]
     indices = [(len(table) + dim,) for dim in range(len(index))]
@@ -325,7 +329,7 @@ def gather(
 def scatter(
     table: DimSizes, index: DimSizes, update: DimSizes, numbers: Any, role: FactorRole
 ) -> Correspondence:
-    """Return how the dims of a scatter correspond: dims that are written whole, and indices.
+    """Return how the dims of a scatter correspond: dims written whole, and dims of the indices.
 
     Args:
       table: Shape of the operand.

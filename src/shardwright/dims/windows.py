@@ -15,12 +15,12 @@ class SlidingWindow:
 
     Attributes:
       size: Number of elements of the window.
-      stride: Distance between the starts of two windows, in elements, zeros of `spread` included.
+      stride: Distance between the starts of neighboring windows. The zeros of `spread` count too.
       before: Padding before the first element; negative if elements are left out.
       after: Padding after the last element.
-      dilation: Distance between two elements of a window, in elements, zeros of `spread` included.
-      spread: Distance between two elements of the operand: 1, or more if zeros are put between
-        them.
+      dilation: Distance between neighboring elements of a window. The zeros of `spread` count too.
+      spread: Distance between neighboring elements of the operand: 1, or more if zeros are put
+        between them.
     """
 
     size: int
@@ -36,10 +36,11 @@ class SlidingWindow:
         return self == SlidingWindow(size=self.size, stride=self.size)
 
     def swapped(self, result: int) -> SlidingWindow:
-        """Return the transposed window, which maps the results of this window to its elements.
+        """Return this window with its results and its elements exchanged.
 
-        If the window itself is sharded, as in the gradient of a kernel, the parts of the window
-        move over the operand like results of this window.
+        Element `k` of result `r` reads the operand at `r * stride + k * dilation - before`, so
+        stride and dilation are exchanged too. If the window itself is sharded, as in the gradient
+        of a kernel, its parts are parts of the results of the exchanged window.
         """
         return dataclasses.replace(self, size=result, stride=self.dilation, dilation=self.stride)
 
@@ -47,8 +48,8 @@ class SlidingWindow:
         """Return how many elements each part of a dim needs of its two neighbors.
 
         Args:
-          operand: Size of the dim before the windows.
-          result: Size of the dim of the results.
+          operand: Size of the dim of the operand.
+          result: Size of the dim of the result.
           parts: Number of parts into which both dims are divided. Where a size does not divide, the
             last part is padded.
 

@@ -1,4 +1,4 @@
-"""List all lints, and run them on a strategy. Needs no devices."""
+"""The list of all lints, and the function that runs them. No devices are needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwright.trees.tensors import as_tensors
 
 __all__ = ["LINTS", "Code", "Finding", "Severity", "lint"]
 
-# A new lint is a line here, a code in `lints/finding.py` and a section in docs/lints.md.
+# A new lint needs a line here, a code in `lints/finding.py` and a section in docs/lints.md.
 LINTS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     mesh_use.unknown_mesh_axes,
     mesh_use.swapped_letters,

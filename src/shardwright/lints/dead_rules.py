@@ -12,7 +12,7 @@ from shardwright.vocabulary.axes import Role, axis_label
 from shardwright.vocabulary.modes import MODES, mode_name
 
 _MODES = ("train", "prefill", "decode", "insert")
-# Patterns that match everything. For other regular expressions, coverage is not decided.
+# Patterns that match everything. For other patterns, no code decides whether one covers another.
 _EVERYTHING = ("", ".", ".*", ".+", "^", "^.*", "^.*$")
 
 
@@ -99,7 +99,8 @@ def shadowed_tensors(subject: Subject) -> Iterator[Finding]:
         matched = [tensor for tensor in weights if subject.rules.tensors[at].matches(tensor.path)]
         for axis, rule in subject.tables.get(("tensors", str(at)), {}).items():
             own_paths = [tensor.path for tensor in matched if axis in axes_of(tensor)]
-            # The shadower is the first earlier entry that decides the axis wherever this one would.
+            # The shadower is the first earlier entry that decides the axis wherever this entry
+            # would.
             same = [first[axis, text] for text in (pattern, *_EVERYTHING) if (axis, text) in first]
             entries = [deciding.get((axis, path)) for path in own_paths]
             shadower = min(same, default=None)
@@ -234,14 +235,14 @@ def _moved(subject: Subject, axis: str, mode: str) -> bool:
 
 
 def _weights(subject: Subject, mode: str) -> dict[str, Rule]:
-    """Return a mode's rules of weights, for those axes that a table `[modes.M.params]` names."""
+    """Return the rules of weights in a mode, for each axis that a `[modes.M.params]` names."""
     stated = {
         axis
         for table, rules in subject.tables.items()
         if table[0] == "modes" and table[2:] == ("params",)
         for axis in rules
     }
-    # `_MODES` has the short names in the order of `MODES`, as the tables do.
+    # `rules.params` has one table per mode, in the order of `_MODES`.
     effective = dict(subject.rules.params[_MODES.index(mode)])
     return {axis: effective[axis] for axis in stated if axis in effective}
 

@@ -65,7 +65,7 @@ class Finding:
         effect).
       message: What is wrong, in one line.
       fix: How to fix it.
-      source: `file:line`, or empty if it is not about a line of a file.
+      source: `file:line`, or empty if the finding is not about a line of a file.
       key: Key path in the file, or path and dim of a tensor.
       snippet: Source lines with a caret, or empty.
       edit: The edit that `--fix` makes, or None.
@@ -82,7 +82,7 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """File, line and key path, leaving out what is unknown."""
+        """File, line and key path, without those that are unknown."""
         return f"{self.source} {self.key}".strip()
 
     def to_json(self) -> dict[str, Any]:

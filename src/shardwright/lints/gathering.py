@@ -1,4 +1,4 @@
-"""Lints of gathered weights: gathered for every token, or stored over fsdp and never gathered."""
+"""Lints of weights that are gathered for every token, or that should be gathered but are not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwright.vocabulary.axes import (
 )
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_TRAIN
 
-# A file with rules of these axes for decode is meant for serving.
+# If a file has rules of these axes for decode or insert, the file is meant for serving.
 _SERVING = (BATCH, KV_LENGTH, PAGE, CAPACITY)
 # Axes of activations along which each element is a token.
 _TOKENS = (BATCH, LENGTH, QUERY_LENGTH, CAPACITY)
@@ -82,7 +82,8 @@ def gathered_in_decode(subject: Subject) -> Iterator[Finding]:
     for axis, rule in subject.rules.params[2]:
         if axis in NO_PARAMETER_HAS or not _has_parameter(subject, axis):
             continue
-        # A gathered mesh axis stays in use if activations have it too; see `Decider.gathered`.
+        # If the activation rule of this axis has a mesh axis of `gather`, weights are not gathered
+        # over this mesh axis; see `Decider.gathered`.
         in_use = _activation_axes(subject, axis, MODE_DECODE)
         for name in rule.mesh_axes:
             is_gathered = name in subject.rules.policy.gather and name not in in_use
@@ -118,7 +119,7 @@ def _has_parameter(subject: Subject, axis: str) -> bool:
 
 
 def _splits(subject: Subject, name: str) -> bool:
-    """Tell whether a mesh axis has more than one device. Without a mesh the answer is True."""
+    """Tell whether a mesh axis has more than one device. Without a mesh, return True."""
     return bool(subject.live((name,)))
 
 

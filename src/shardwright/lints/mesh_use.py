@@ -1,4 +1,4 @@
-"""Lints of the mesh: unknown mesh axes, idle mesh axes, and slow networks in minor mesh axes."""
+"""Lints of the mesh: unknown and idle mesh axes, and minor mesh axes on the slow network."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _idle(
         what = f"no rule names it, and {_parallelism(axis)} means another mesh axis"
         return f"shards nothing: {what}, {repeated}", Severity.WARNING
     # A mesh that is given only for the check is often used with several strategies, so this
-    # strategy may leave some of its axes unused.
+    # strategy may leave some axes of the mesh unused.
     if used is None and subject.own_mesh and not stated:
         what = f"only dims that are annotated {axis.upper()} are sharded over it"
         return f"is in no rule: {what}", Severity.NOTE
@@ -222,7 +222,7 @@ def _parallelism(axis: str) -> str:
 
 
 def _used(subject: Subject) -> set[str]:
-    """Return the mesh axes that shard a tensor of the tree, or would if it had no problem.
+    """Return the mesh axes that shard a tensor of the tree, or would shard it if it resolved.
 
     For roles that no tensor of the tree has, the mesh axes of the rules are added.
     """
@@ -237,8 +237,8 @@ def _used(subject: Subject) -> set[str]:
                 used.update(subject.rules.policy.added_mesh_axes)
             if problem.error is ShapeRequiredError and problem.dim is not None:
                 rule = answer.resolution.decisions[problem.dim].rule
-                # Without a size it is unknown which candidate applies, so all names of the rule
-                # count. The text of a composite has parentheses.
+                # Without a size it is unknown which candidate applies, so all mesh axes of the rule
+                # count. The pattern skips the parentheses in the text of a composite.
                 used.update(re.findall(r"[^\s+|()]+", rule.text if rule is not None else ""))
     for role, tables in (
         (Role.ACTIVATION, subject.rules.activations),
@@ -323,9 +323,9 @@ def uneven_microbatches(subject: Subject) -> Iterator[Finding]:
 
 
 def shared_mesh_axes(subject: Subject) -> Iterator[Finding]:
-    """Yield rules that give one mesh axis to two axes of a standard layout, without a tree.
+    """Yield rules that give one mesh axis to two axes of a standard layout.
 
-    With a tree, `unresolved` reports the arrays of the model.
+    With a tree, yield nothing: `unresolved` reports the arrays of the model.
     """
     if subject.tensors is not None:
         return
@@ -337,7 +337,7 @@ def shared_mesh_axes(subject: Subject) -> Iterator[Finding]:
     for (layout, each), mode in itertools.product(LAYOUTS.items(), MODES):
         axes = each.semantic_axes or each.default_axes
         if not {EMPTY, *SEMANTIC_AXES}.issuperset(axes):
-            continue  # no rule gives a parallelism axis, such as TP, to two dims
+            continue  # by default, each parallelism axis has its own mesh axis
         shape = [every] * len(axes)
         answer = explain(axes, subject.rules, sizes, mode=mode, role=each.role, shape=shape)
         for problem in answer.problems:

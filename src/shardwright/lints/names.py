@@ -60,7 +60,7 @@ def lint_names(annotations: Any, inferred: Inferred) -> tuple[Finding, ...]:
       inferred: The result of `infer_axes` for the same parameters.
 
     Raises:
-      StrategyError: The trees have other paths.
+      StrategyError: An array of the program has no annotation.
       RankMismatchError: An annotation does not fit its array.
     """
     rows = _annotated(annotations, inferred)
@@ -73,8 +73,8 @@ def lint_names(annotations: Any, inferred: Inferred) -> tuple[Finding, ...]:
         )
         for conflict in inferred.conflicts
     ]
-    # In a program with KV heads, inference distinguishes HEAD from KV_HEAD. In other programs, the
-    # two are one axis.
+    # In a program with KV heads, inference distinguishes HEAD from KV_HEAD. In other programs, HEAD
+    # and KV_HEAD are one axis.
     named = {name for dim in inferred.evidence for name in _inferred_names(dim)}
     synonyms = _SYNONYMS if KV_HEAD in named else (*_SYNONYMS, _EQUAL_HEADS)
     for dim in inferred.evidence:
@@ -151,7 +151,8 @@ def _compare(
     if any(name not in SEMANTIC_AXES for name in (*names, *actual)):
         return None
     is_same = _same_names(annotated, names, dim, synonyms)
-    # The scale of a norm of heads may be named NORM. Inference uses NORM only for dims of EMBED.
+    # HEAD_DIM and NORM are synonyms, because the scale of a norm of heads may be named NORM. But if
+    # inference says NORM, the dim is one of EMBED, so HEAD_DIM contradicts it.
     if is_same and not (actual == (NORM,) and names[0] in (HEAD_DIM, KV_HEAD_DIM)):
         return None
     text = axis_text(dim.axis)
@@ -189,7 +190,7 @@ def _differing(
         other, other_dim, other_name = first.setdefault(dim.classes[0], (dim, annotated, name))
         is_certain = not (dim.guess or dim.is_open)
         if is_certain and (name == EMPTY or name in SEMANTIC_AXES):
-            continue  # `_compare` checks it
+            continue  # `_compare` checks this dim
         if _are_synonyms(name, other_name, synonyms):
             continue
         # A vector along channels may be named NORM, whatever the name of the channels.

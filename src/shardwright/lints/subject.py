@@ -28,7 +28,7 @@ from shardwright.vocabulary.axes import (
 from shardwright.vocabulary.lowering import lower
 from shardwright.vocabulary.modes import MODES
 
-# Axes of activations and caches only. Weights do not use their rules.
+# Axes that only activations and caches have. Their rules do not apply to weights.
 NO_PARAMETER_HAS = frozenset(
     {BATCH, QUERY_LENGTH, KV_LENGTH, CAPACITY, BIAS_HEAD_SEQ, BIAS_KV_SEQ, PAGE}
 )
@@ -113,13 +113,16 @@ class Subject:
                 yield ("policy", key), "", added
 
     def live(self, candidate: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the mesh axes of a candidate without those of size 1, if the sizes are known."""
+        """Return a candidate without the mesh axes that the mesh lacks or that have size 1.
+
+        Without a mesh, return the candidate unchanged.
+        """
         if not self.sizes:
             return candidate
         return tuple(axis for axis in candidate if self.sizes.get(axis, 1) != 1)
 
     def axes_of(self, *roles: Role) -> frozenset[str]:
-        """Return the axes of the tree's tensors of some roles, members of merged dims included."""
+        """Return the axes of the tensors of some roles. Members of merged dims count too."""
         return frozenset().union(*(self.used[role] for role in roles if role in self.used))
 
     def roles(self) -> frozenset[Role]:
@@ -153,14 +156,14 @@ def axes_of(tensor: Tensor) -> frozenset[str]:
 def make_subject(
     strategy: Any, tensors: tuple[Tensor, ...] | None, mesh: MeshSpec | Mapping[str, int] | None
 ) -> Subject:
-    """Compile a strategy and resolve a tree on its mesh or on another.
+    """Compile a strategy, and resolve a tree on `mesh` or, by default, on the strategy's mesh.
 
     Raises:
       ShardingError: The strategy does not compile.
     """
     rules = strategy.compile()
     sizes, crossing = _mesh(strategy, mesh)
-    # On one device every size divides, so problems of sizes are not found.
+    # On one device, every size divides, so no lint finds a size that does not.
     known = sizes if sizes and INFER not in sizes.values() else {"dp": 1}
     answers = tuple(
         ResolvedTensor(tensor=tensor, mode=mode, resolution=_resolve(tensor, rules, known, mode))

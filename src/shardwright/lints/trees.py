@@ -48,9 +48,9 @@ def unresolved_finding(problem: Problem, *, file: str, modes: str = "") -> Findi
     """Return the finding of an array without a spec.
 
     Args:
-      problem: Its problem.
+      problem: The problem of the array.
       file: The file in which the user of the strategy changes rules.
-      modes: Text on the modes, with which the message ends.
+      modes: End of the message: a text that names the modes.
     """
     return Finding(
         code=_code(problem),
@@ -146,7 +146,7 @@ def _cut(
     shards = 1
     for name in decision.mesh_axes:
         shards *= subject.sizes[name]
-    # A merged dim, HEAD*HEAD_DIM, is sharded only by its heads, and splits no head.
+    # A merged dim, HEAD*HEAD_DIM, is sharded only along its heads, so no shard splits a head.
     heads = flat.get(axis, {}).get(decision.size) if "*" not in decision.label else None
     if heads is None or heads % shards == 0:
         return None
@@ -229,7 +229,7 @@ def _without_rule(decision: DimDecision) -> list[str]:
 
 
 def unused_tensors(subject: Subject) -> Iterator[Finding]:
-    """Yield `[[tensors]]` entries that match no weight of the tree, or none with the axis."""
+    """Yield `[[tensors]]` entries that match no weight, and rules that match none with the axis."""
     weights = [tensor for tensor in subject.tensors or () if role_of(tensor) is Role.PARAM]
     if not weights:
         return
@@ -272,7 +272,7 @@ def unused_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def unused_rules(subject: Subject) -> Iterator[Finding]:
-    """Yield rules and declared axes whose axis no tensor of the tree has.
+    """Yield rules of axes, and declared axes, that no tensor of the tree has.
 
     Rules without mesh axes are skipped, because an unused rule that replicates changes nothing.
     Tables of a role that the tree lacks are skipped too. A file with a rule for every axis of the

@@ -59,7 +59,7 @@ def create_mesh(
         over all slices. One may be -1: it gets the remaining devices. In text, a leading `!` keeps
         the device order instead of following the topology inside each slice.
       axis_names: Names for sizes without names. Defaults to ("dp", "fsdp", "tp", "sp").
-      backend: Platform, such as "cpu". Defaults to JAX's.
+      backend: Platform, such as "cpu". Defaults to JAX's default platform.
       devices: Devices to use. Defaults to all devices of the backend. Without a -1, the mesh uses
         only as many of the first devices as it needs.
       axis_types: "auto" or "explicit" for all axes, or a mapping of axis name to type. Axes without
@@ -217,8 +217,7 @@ def mesh_sizes(
     >>> mesh_sizes([("dp", 2), ("tp", 4)])
     {'dp': 2, 'tp': 4}
     """
-    # Return a `MeshSizes` at once: it was checked when it was built, and each call of `explain`
-    # comes here.
+    # Do not check a `MeshSizes` again, because each call of `explain` calls this function.
     if isinstance(mesh, MeshSizes):
         return mesh
     if isinstance(mesh, Mesh | AbstractMesh):
@@ -261,16 +260,17 @@ def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
 
     The function is pure. It reads only `platform`, `process_index`, `slice_index` and the TPU
     coordinates of the devices. Inside a slice, the order of TPUs follows their torus. Other devices
-    keep the given order, and so do all devices with `!`. The part of an axis that crosses slices
-    varies slowest: `dp:4` with `dcn.dp:2` has dp 0 and 1 in the first slice.
+    keep the given order; with `!`, TPUs keep it too. The part of an axis that crosses slices varies
+    slowest: `dp:4` with `dcn.dp:2` has dp 0 and 1 in the first slice.
 
     Raises:
-      MeshSpecError: There are more than 32 axes. The number of devices is not the product of the
-        sizes, a device occurs twice, or the devices are of several platforms. Or the slices differ
-        in size, do not match `spec.dcn`, or cannot split a pipeline or data axis. Or the torus
-        cannot form the mesh.
+      MeshSpecError: There are more than 32 axes; the number of devices is not the product of the
+        sizes; a device occurs twice; the devices are of several platforms; the slices differ in
+        size, do not match `spec.dcn`, or cannot split a pipeline or data axis; or the torus cannot
+        form the mesh.
     """
-    # JAX cannot read an array of devices of more dims. An abstract mesh has no such array.
+    # JAX cannot read an array of devices with more than 32 dims. An abstract mesh has no devices,
+    # and may have more axes.
     if (count := len(spec.names)) > 32:
         what = f"the mesh has {count} axes, and devices can be arranged along at most 32"
         raise MeshSpecError(what, fix="leave out axes of size 1")
@@ -279,8 +279,9 @@ def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
     dcn = _dcn(spec, slices)
     inner = tuple(size // part for size, part in zip(spec.sizes, dcn, strict=True))
     blocks = np.stack([_arrange_slice(spec, inner, members) for members in slices.values()])
-    # The dims of `blocks` are the parts across slices, then the parts inside. The reshape joins the
-    # two parts of each axis, with the part across slices as major, so they must be neighbors.
+    # The dims of `blocks` are the parts across slices, then the parts inside. The last reshape
+    # joins the two parts of each axis, so the transpose makes them neighbors. The part across
+    # slices is major.
     paired = [axis for dim in range(len(inner)) for axis in (dim, len(inner) + dim)]
     return blocks.reshape(dcn + inner).transpose(paired).reshape(spec.sizes)
 
@@ -306,10 +307,9 @@ def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
     If the spec has a dcn part and the platform has no slices, group them by process.
     """
     by_slice = _grouped(devices, "slice_index")
-    # GPU and CPU clusters often have one process per device, so processes count as slices only if
-    # dcn is given.
-    # A TPU slice may have several processes with a fast network between them, so they never count
-    # as slices.
+    # GPU and CPU clusters often have one process per device. So processes count as slices only if
+    # dcn is given. A TPU slice may have several processes with a fast network between them, so TPU
+    # processes never count as slices.
     if len(by_slice) == 1 and math.prod(spec.dcn) > 1 and devices[0].platform != "tpu":
         by_slice = _grouped(devices, "process_index")
     counts = {len(members) for members in by_slice.values()}
@@ -365,8 +365,8 @@ def default_dcn(spec: MeshSpec, count: int, *, group: str = "slice") -> tuple[in
     for axis in _SLICE_AXES:
         if sizes.get(axis, 1) % count == 0:
             return tuple(count if name == axis else 1 for name in spec.names)
-    # No single axis suffices, as for dp:4,fsdp:4 over 16 hosts. So let the outermost axis take as
-    # many slices as it can.
+    # No single axis suffices, as for dp:4,fsdp:4 over 16 hosts. So let each of these axes, in turn,
+    # take as many of the slices as it can.
     parts, rest = dict.fromkeys(spec.names, 1), count
     for axis in _SLICE_AXES:
         part = math.gcd(sizes.get(axis, 1), rest)

@@ -15,13 +15,13 @@ from shardwright.vocabulary.axes import EMPTY
 from shardwright.vocabulary.integers import as_integer, quoted
 
 INFER: Final = -1
-LONGEST_SIZE: Final = 19  # number of digits; no mesh has more devices
-# Prefixes: of mesh text, if devices keep their order; and of a name, for the part that crosses
-# slices.
+LONGEST_SIZE: Final = 19  # number of digits of a size; no mesh needs more
+# CONTIGUOUS before a mesh text means that devices keep their order. DCN before a name marks the
+# part of a mesh axis that crosses slices.
 CONTIGUOUS: Final = "!"
 DCN: Final = "dcn."
 
-# No blanks, no quotes, and no symbols of rules or mesh texts.
+# A name has no blanks, no quotes, and no symbols of rules or mesh texts.
 _NAME = re.compile(r"""(?![-!])[^\s+|:,?"']+""")
 _NAME_FIX = "use a plain name such as dp, fsdp, tp, ep, sp or pp"
 

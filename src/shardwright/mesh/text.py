@@ -53,8 +53,8 @@ class MeshSpec:
             for name, size in zip(self.names, self.dcn, strict=False)
             if size > 1
         ]
-        # Parts that are all 1 differ from no parts: without parts, the slices split a default axis.
-        # The text must show the difference.
+        # DCN parts that are all 1 differ from no DCN parts: without them, the slices split a
+        # default axis. So the text shows a part of 1.
         if self.dcn and not crossing:
             crossing = [f"{DCN}{self.names[0]}:1"]
         return (CONTIGUOUS if self.contiguous else "") + ",".join(crossing + parts)
@@ -178,13 +178,16 @@ def _parse_text(
         crossing or _dcn_parts(dcn),
         contiguous=contiguous,
         text=text,
-        # Pass no text if dcn= gives the parts: then their columns are not columns of the text.
+        # Pass no text if dcn= gives the parts: then the parts have no columns in the text.
         dcn_text=text if crossing else "",
     )
 
 
 def _word_faults(word: str, named: bool) -> list[tuple[str, str]]:
-    """Return (what, fix) unless a word is `name:size`, or a size in a text without names."""
+    """Return what is wrong with a word, and the fix, each as (what, fix).
+
+    A word must be `name:size`, or a size in a text without names.
+    """
     if not word:
         return [("a part of the mesh is empty", 'write sizes between commas, such as "dp:2,tp:4"')]
     if ":" in word or (not named and _INTEGER.fullmatch(word)):

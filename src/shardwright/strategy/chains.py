@@ -1,8 +1,8 @@
 """Arrays of tables of rules: `[[rules]]` and `[[params]]`.
 
-In an array, a later table may continue the candidates of a name (its chain), so the candidates of
-two names can interleave. An array without interleaved chains means the same as one table, and is
-replaced by a table.
+All candidates of a name are its chain. In an array, a later table may continue a chain, so the
+chains of two names can interleave. An array without interleaved chains means the same as one table,
+and is replaced by a table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCHEMA: Final = {"anyOf": [TEXT, {"type": "array", "items": TEXT}]}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableCandidates:
-    """The part of a name's chain that is in one table, with the line where it is written."""
+    """The candidates of a name in one table: a part of its chain, with the line of this part."""
 
     name: str
     text: str
@@ -62,7 +62,7 @@ class InterleavedRules(Mapping[str, str]):
 def normalized(
     data: Mapping[str, Any], origin: KeySources
 ) -> tuple[dict[str, Any], KeySources, list[Problem]]:
-    """Return the data with its arrays of rules simplified, its origin, and the arrays' problems.
+    """Simplify the arrays of rules. Return the new data, its origin, and the arrays' problems.
 
     An array whose chains do not interleave becomes one table. A malformed array becomes an empty
     table.
@@ -120,7 +120,7 @@ def entries_of(name: str, value: Any, origin: KeySources) -> list[TableCandidate
 
 
 def _joined(parts: Sequence[TableCandidates]) -> TableCandidates:
-    """Join the entries of one name into one."""
+    """Join the entries of one name into one entry."""
     if len(parts) == 1:
         return parts[0]
     return TableCandidates(
@@ -133,7 +133,7 @@ def _joined(parts: Sequence[TableCandidates]) -> TableCandidates:
 def _simplified(
     name: str, parts: Sequence[TableCandidates], origin: KeySources
 ) -> tuple[dict[str, str] | list[dict[str, str]], KeySources]:
-    """Return the entries as one table, or as an array if chains interleave, and the new origin."""
+    """Return a table (or an array, if chains interleave) of the entries, and the new origin."""
     runs: list[list[TableCandidates]] = []
     for part in parts:
         if runs and runs[-1][0].name == part.name:
@@ -167,8 +167,8 @@ def overlaid(
 ) -> tuple[list[dict[str, str]], list[str]]:
     """Overlay two tables of rules. At least one of them is an array.
 
-    The chain of a name in `over` replaces its whole chain in `base`, at the place of its first
-    entry. Names that `base` does not have come last.
+    The chain of a name in `over` replaces the whole chain of the name in `base`, where that chain
+    begins. Names that `base` does not have come last.
 
     Returns:
       The entries as an array, and the source of each.

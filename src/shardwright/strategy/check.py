@@ -41,7 +41,7 @@ _AXIS_NAME: Final = re.compile(
 )
 
 
-# Keys of [modes.M] and [[tensors]] that are not axes, among keys that are axes.
+# Keys of [modes.M] and [[tensors]] that are not axes. All other keys of these tables are axes.
 TABLE_KEYS: Final = ("params", "match", "memory")
 
 
@@ -103,8 +103,8 @@ def pipeline_problems(
         fix = 'write schedule = "circular", or repeats = 1'
         yield problem_at(("pipeline", "repeats"), origin, what, fix)
     if policy.get("order") == "rules":
-        # Inside a stage, rules do not name pp. So candidates that have a place in the order of
-        # rules would be missing.
+        # Inside a stage, the rules do not have pp. So candidates that the order of rules lists
+        # would be missing.
         what = 'a pipeline cannot run under order = "rules"'
         yield problem_at(("policy", "order"), origin, what, 'write order = "dims"')
 
@@ -119,7 +119,7 @@ def name_problems(
     labels = [*sorted(file_name(axis) for axis in known), *PARALLELISM_AXES.values()]
     for path, table, _ in rule_tables(data):
         for key in table:
-            # If the value is a table instead of a rule, pydantic reports its type.
+            # If the value is a table instead of a rule, skip it: pydantic reports its type.
             if not isinstance(key, str) or isinstance(table[key], Mapping):
                 continue
             if canonical_axis(key) not in known:
@@ -239,7 +239,7 @@ def _user_axis_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator
 
 def _mesh_problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:
     mesh, dcn, types = data.get("mesh"), data.get("dcn") or {}, data.get("axis_types")
-    # pydantic reports sizes of other types. Compare by `type`, because True is an int too.
+    # pydantic reports sizes that are not integers. Compare by `type`, because True is an int too.
     for table in (mesh, dcn):
         if not isinstance(table, Mapping) or any(type(size) is not int for size in table.values()):
             return

@@ -42,7 +42,8 @@ def compile_rules(data: Mapping[str, Any], origin: KeySources, policy: Any) -> A
     """Compile a strategy's data.
 
     Raises:
-      ShardingError: Every problem at once, in the class of the first.
+      ShardingError: Every problem at once. The class of the first problem is the class of the
+        error.
     """
     parsed = parse_rules(data, origin)
     raise_problems(
@@ -55,7 +56,7 @@ def compile_rules(data: Mapping[str, Any], origin: KeySources, policy: Any) -> A
         )
     )
     compiled = _compile_policy(policy, parsed)
-    # Without `order = "rules"`, the order within an entry has no meaning, so sort it.
+    # Without `order = "rules"`, the order of the rules in an entry has no meaning, so sort them.
     arranged = sorted if compiled.order is Order.DIMS else list
     tensors = [
         TensorRules(
@@ -100,7 +101,7 @@ def _memory_rules(data: Mapping[str, Any], origin: KeySources) -> list[MemoryRul
         (("memory", "tensors", str(at)), entry, MODES)
         for at, entry in enumerate(memory.get("tensors", ()))
     ]
-    # Insert has its own table first and then inherits from decode.
+    # In insert, its own table is tried first, then the table of decode.
     for mode, applies in (
         ("train", (MODE_TRAIN,)),
         ("prefill", (MODE_PREFILL,)),
@@ -165,5 +166,5 @@ def _compile_policy(table: Any, parsed: ParsedTables) -> Policy:
 
 
 def _added(rule: Rule | None) -> Rule | None:
-    """Return a rule that adds mesh axes. An absent key is read as "-", which adds none."""
+    """Return the rule if it adds mesh axes, else None. An absent key counts as "-"."""
     return rule if rule is not None and rule.candidates else None

@@ -24,11 +24,11 @@ Parsed = tuple[dict[str, Any], KeySources]
 
 
 def read(path: Path, *, preset: str = "Strategy.preset({!r})") -> Parsed:
-    """Read a file: its data and the origin of each key.
+    """Return the data of a file, and the origin of each key.
 
     Args:
       path: The file.
-      preset: How the caller names a preset, for the fix of a file that is absent.
+      preset: How the caller writes the name of a preset. The fix of a missing file shows this.
     """
     format = path.suffix.lstrip(".")
     if not format and path.name in preset_names():
@@ -50,7 +50,7 @@ def _check_format(format: str, source: str, fix: str = "name the file .toml or .
 
 
 def strategy_names(text: str | Path, root: Path = Path()) -> list[str]:
-    """Return the names in `a | b`. If the text is the name of a file, return it as one name."""
+    """Return the names in `a | b`. If the whole text names a file, return it as one name."""
     if isinstance(text, Path) or os.path.exists(root / text):
         return [str(text)]
     return [name.strip() for name in text.split("|")]
@@ -137,7 +137,7 @@ def parse(text: str, *, format: str, source: str, example: str = '{"version": 1}
         if error.pos == 0:
             fix = 'if this is TOML, pass format="toml" to loads, or name the file .toml'
         raise _syntax(text, source, error.msg, error.lineno, error.colno, fix=fix) from error
-    # Python limits the depth of calls, and integers to 4300 digits.
+    # Python limits the depth of calls, and the number of digits of an integer.
     except (RecursionError, ValueError) as error:
         deep = isinstance(error, RecursionError)
         fix = "flatten the file" if deep else "write a smaller number"
@@ -148,7 +148,7 @@ def parse(text: str, *, format: str, source: str, example: str = '{"version": 1}
     lines = toml_lines(text) if format == "toml" else json_lines(text)
     origin: KeySources = {(): source}
     for path, line in lines:
-        # Store the line under the key as written, and under the canonical spelling of an axis.
+        # Store the line under the key as written, and under the name of the axis in files.
         origin[path] = origin[(*path[:-1], file_name(canonical_axis(path[-1])))] = (
             f"{source}:{line}"
         )
@@ -167,7 +167,7 @@ def _table_of(source: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-# The parts of this pattern overlap in spaces, which takes quadratic time: match short lines only.
+# Several parts of this pattern match spaces, so its time is quadratic: match short lines only.
 _BARE = re.compile(r"^\s*([\w.-]+)\s*=\s*([A-Za-z?|-][\w+|? -]*?)\s*(?:#.*)?$")
 
 
@@ -201,7 +201,7 @@ def _toml(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
     plain = {
         key: value
         for key, value in table.items()
-        # An array of tables needs a header per entry, so an empty one can only be a value.
+        # An array of tables has a header per entry, so write an empty array as a value.
         if not isinstance(value, (Mapping, list)) or value == []
     }
     if path and (plain or not table):
@@ -300,7 +300,7 @@ _PART = re.compile(r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'""")
 def toml_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yield each key path of TOML text and its line.
 
-    An inline table or a multi-line value is one key.
+    An inline table or a multi-line value counts as one key.
     """
     table: tuple[str, ...] = ()
     counts: dict[tuple[str, ...], int] = {}
@@ -332,7 +332,7 @@ def json_lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
         token = match[0]
         if token in ("{", "["):
             owners.append(key)
-            # -1 marks an object. The commas of an object separate keys, and not entries of a list.
+            # -1 marks an object: its commas separate keys, not entries of a list.
             counts.append(0 if token == "[" else -1)
             key = "0" if token == "[" else ""
         elif token in ("}", "]"):

@@ -1,4 +1,4 @@
-"""Read files that other programs write: text and JSON of bounded size, as values."""
+"""Read text and JSON files that other programs write, up to a maximum size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from shardwright.errors import ShardingError, StrategyError
 
-# The index of the weights of DeepSeek-V3, 91,000 tensors, has 9 million characters.
+# The weight index of DeepSeek-V3 lists 91,000 tensors in 9 million characters.
 LONGEST_JSON: Final = 100_000_000
 _PIECE: Final = 100_000
 
@@ -29,10 +29,10 @@ def read_text(
       ShardingError: The file cannot be read, is not UTF-8, or is too long.
     """
     try:
-        # Read in pieces, because `read(most)` allocates memory for `most` characters, whatever the
-        # file has.
+        # Read in pieces, because `read(most)` allocates memory for `most` characters, even if the
+        # file is short.
         with path.open(encoding="utf-8-sig") as file:
-            # One piece more than `most` needs, so that a file that is too long is noticed.
+            # Read one piece more than `most` needs, to notice a file that is too long.
             pieces = itertools.islice(iter(lambda: file.read(_PIECE), ""), most // _PIECE + 1)
             text = "".join(pieces)
     except OSError as failure:
@@ -41,7 +41,7 @@ def read_text(
         what = f"{path.name} is not UTF-8: {failure.reason} at byte {failure.start}"
         raise error(what, fix="save the file as UTF-8") from failure
     if len(text) > most:
-        what = f"{path.name} has more than {most:,} characters, which are the most that are read"
+        what = f"{path.name} has more than {most:,} characters, which is too long to read"
         raise error(what, fix="keep only the part that is needed")
     return text
 
@@ -60,7 +60,7 @@ def read_json(path: Path, *, error: type[ShardingError] = StrategyError, fix: st
     text = read_text(path, most=LONGEST_JSON, error=error, fix=fix)
     try:
         return json.loads(text)
-    # This also covers integers of more than 4300 digits, and text that is nested too deeply.
+    # Python also refuses integers of more than 4300 digits, and text that is nested too deeply.
     except (ValueError, RecursionError) as failure:
         what = f"{path.name} is not JSON: {str(failure).partition(';')[0]}"
         raise error(what, fix=fix or "repair the file") from failure

@@ -1,8 +1,9 @@
 """Limits on a strategy: size of the file, size of integers, nesting, number of entries.
 
-They are checked first, so that later steps can print, compare and traverse every value. Each limit
-is far above what a strategy needs, and the error states the limit. A strategy file is trusted, like
-a configuration of pytest: nothing here bounds the time of a pattern or of the TOML parser.
+The limits are checked first, so that later steps can print, compare and traverse every value. Each
+limit is far above what a strategy needs, and the error states the limit. A strategy file is
+trusted, like a configuration of pytest. So no limit bounds the time that a pattern or the TOML
+parser takes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.strategy.origin import KeyPath, KeySources, problem_at, source_of
 
-# Far below Python's limit of 1,000 nested calls, since merging and writing are recursive.
+# Far below Python's limit of 1,000 nested calls, because merging and writing are recursive.
 DEEPEST = 64
 # The largest size of a dim in JAX and XLA. An array with more elements cannot be addressed.
 MOST_ELEMENTS = 2**63 - 1
@@ -39,7 +40,7 @@ def check_limits(data: Mapping[str, Any], origin: KeySources) -> None:
     """Check data from a file.
 
     Raises:
-      StrategyError: Every value beyond a limit, each with its line and key path.
+      StrategyError: Values exceed limits. The error has each of them, with its line and key path.
     """
     raise_problems(first_problems(_problems(data, origin)))
 
@@ -58,7 +59,7 @@ def check_entries(data: Mapping[str, Any], origin: KeySources) -> None:
     """Check how many entries the tables of a strategy have.
 
     Raises:
-      StrategyError: Every table that has too many.
+      StrategyError: Tables have too many entries. The error has all of these tables.
     """
     problems = []
     for path in _TABLES:
@@ -72,8 +73,8 @@ def check_entries(data: Mapping[str, Any], origin: KeySources) -> None:
 
 
 def _problems(data: Mapping[str, Any], origin: KeySources) -> Iterator[Problem]:
-    # Use a list instead of recursion, because the depth is not checked yet. Reversed entries are
-    # popped in the order of the file.
+    # Use a list instead of recursion, because the depth is not checked yet. The entries are
+    # reversed, so that `pop` returns them in the order of the file.
     waiting: list[tuple[KeyPath, Any]] = [((), data)]
     while waiting:
         path, value = waiting.pop()

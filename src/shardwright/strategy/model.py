@@ -111,8 +111,8 @@ MemoryName = Literal["device", "host"]
 
 class _TableModel(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-    # pydantic checks keys that are not fields by this type. Here each key is an axis, and its value
-    # a rule.
+    # pydantic checks keys that are not fields by this type. Here each key is an axis, and each
+    # value is a rule.
     __pydantic_extra__: dict[str, str]
 
     @property
@@ -125,7 +125,7 @@ class ModeMemoryTable(BaseModel):
     """Where parameters live in one mode."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    # With None, the table [memory] decides. With "device", it does not.
+    # With None, the table [memory] decides. With "device", [memory] does not apply.
     params: MemoryName | None = Field(default=None, description="Where stored parameters live.")
 
 
@@ -152,7 +152,7 @@ class TensorTable(_TableModel):
 
 
 class MemoryTensorTable(BaseModel):
-    """Where the parameters whose path matches a pattern live, and their optimizer state."""
+    """Where parameters and their optimizer state live, if the path matches a pattern."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     match: str = Field(
@@ -279,8 +279,8 @@ class Strategy(BaseModel):
     returns the rules.
 
     Raises:
-      ShardingError: All problems at once, in the class of the first (mostly StrategyError). Each
-        problem has the file, the key path and a fix.
+      ShardingError: All problems at once. The class of the first problem (mostly StrategyError) is
+        the class of the error. Each problem has the file, the key path and a fix.
 
     >>> strategy = Strategy.preset("fsdp_tp") | Strategy.loads("[mesh]\ntp = 8")
     >>> strategy.mesh["tp"]
@@ -367,7 +367,7 @@ class Strategy(BaseModel):
             super().__init__(**data)
         except ValidationError as error:
             problems += problems_of(error, type(self), origin)
-        # The base of an overlay may declare its names, so the combined strategy is checked instead.
+        # The base may declare the names of an overlay, so check the combined strategy instead.
         found = () if is_overlay else check.data_problems(data, origin)
         raise_problems(first_problems(itertools.chain(problems, found)))
         self._origin = origin
@@ -382,7 +382,7 @@ class Strategy(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Strategy:
-        """Read a `.toml` or `.json` file. A file with `base` is an overlay on that strategy.
+        """Read a `.toml` or `.json` file. If it has a `base`, overlay it on this strategy.
 
         Raises:
           ShardingError: The file does not exist, does not parse, or has problems.
@@ -416,7 +416,7 @@ class Strategy(BaseModel):
             below = cls._read(base, root, inside)
         except StrategyError as error:
             line = where(("base",), origin)
-            # Problems inside the file of the base have its name and line.
+            # Problems inside the file of the base already have the name and line of that file.
             raise StrategyError(
                 problems=[
                     problem if problem.path else dataclasses.replace(problem, path=line)
@@ -427,7 +427,7 @@ class Strategy(BaseModel):
 
     @classmethod
     def read(cls, text: str | Path, *, root: str | Path = "") -> Strategy:
-        """Return a preset, a file, or an overlay of several, as the command line reads them.
+        """Read a preset, a file, or an overlay of several, as the command line does.
 
         Args:
           text: `fsdp_tp`, `mine.toml`, or `fsdp_tp | mine.toml`.
@@ -601,7 +601,8 @@ class Strategy(BaseModel):
         """Return the frozen, hashable rules.
 
         Raises:
-          ShardingError: All problems at once, in the class of the first.
+          ShardingError: All problems at once. The class of the first problem is the class of the
+            error.
         """
         return compile_rules(self.to_data(), self._origin, self.policy)
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from shardwright.errors import Problem, Rename, ShardingError, StrategyError
 
 KeyPath = tuple[str, ...]
-# Source by key path. The empty path has the name of the file.
+# Key path -> `file:line`. The empty path has the name of the file.
 KeySources = dict[KeyPath, str]
 
 
 def source_of(path: KeyPath, origin: Mapping[KeyPath, str]) -> str:
-    """Return `file:line` of a key, or of its nearest enclosing table with a known line, or ""."""
+    """Return `file:line` of a key or of its nearest enclosing table with a line, else ""."""
     return next(
         (origin[path[:end]] for end in range(len(path), -1, -1) if path[:end] in origin), ""
     )
@@ -33,6 +33,6 @@ def problem_at(
     rule: object = "",
     edit: Rename | None = None,
 ) -> Problem:
-    """Return a problem of a key. `rule` is the rule that is written there."""
+    """Return a problem of a key. `rule` is the rule that the key has in the file."""
     line = where(path, origin)
     return Problem(error=error, what=what, path=line, rule=str(rule), fix=fix, edit=edit)

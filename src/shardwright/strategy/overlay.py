@@ -1,4 +1,4 @@
-"""Overlay one strategy's data on another's, with the origin of each key."""
+"""Overlay the data of one strategy on the data of another, with the origin of each key."""
 
 from __future__ import annotations
 

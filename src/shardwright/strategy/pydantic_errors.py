@@ -15,7 +15,7 @@ from shardwright.vocabulary.axes import REPLICATED, UNCONSTRAINED
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
-# What was expected, and the fix, by pydantic's type of error.
+# Pydantic's type of error -> what was expected, and the fix.
 _EXPECTED = {
     "int_type": ("expected an integer", "write an integer"),
     "greater_than": ("expected a positive integer", "write 1, or a larger integer"),
@@ -26,7 +26,7 @@ _EXPECTED = {
 }
 # Keys of [policy] whose value is one set of mesh axes, without fallbacks.
 _AXIS_SETS = (("policy", "gather"), ("policy", "idle"))
-# Words of other tables and libraries -> our key.
+# Words of other tables and libraries -> the key of a strategy file.
 _OTHER_NAMES = {"optimizer": "state", "weights": "params"}
 # Keys of [policy] whose value is a rule.
 _ADDED = (("policy", "largest_dim"), ("policy", "zero1"))
@@ -137,7 +137,7 @@ def _known_keys(model: type[BaseModel], path: KeyPath) -> list[str]:
     table: Any = model
     for part in path[:-1]:
         field = table.model_fields.get(part)
-        if field is None:  # a number of an entry, or a name of a mode
+        if field is None:  # the index of an entry, or the name of a mode
             continue
         forms = (field.annotation, *get_args(field.annotation))
         table = next((form for form in forms if hasattr(form, "model_fields")), None)

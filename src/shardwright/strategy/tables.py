@@ -85,7 +85,7 @@ def parse_rules(data: Mapping[str, Any], origin: KeySources) -> ParsedTables:
             if rule is None:
                 continue
             if is_array:
-                # A rule "-" has no candidates. Its axis gets one place in the order of rules,
+                # A rule "-" has no candidates. Its axis still gets one place in the order of rules,
                 # because a composite may need that place.
                 places = len(rule.candidates) or int(axis not in parsed)
                 orders.setdefault(home, []).extend([axis] * places)
@@ -116,7 +116,7 @@ def parse_rules(data: Mapping[str, Any], origin: KeySources) -> ParsedTables:
 
 
 def _continuation_fault(first: Rule, rest: Rule) -> tuple[str, str] | None:
-    """Return what is wrong and the fix if a chain cannot continue in a later table of the array."""
+    """Return the fault and the fix if a chain cannot continue in a later table of the array."""
     if first.fallback:
         what = f'nothing may follow "{first.fallback}", which always fits'
         return what, f"drop this line, or the fallback of {first.ref}"

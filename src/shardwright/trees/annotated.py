@@ -39,7 +39,7 @@ class Paired:
         """Yield (annotation, shape) of each array.
 
         Raises:
-          AttributeError: A leaf has no shape. Or no annotations were given, and a leaf has no axes.
+          AttributeError: A leaf has no shape; or no annotations were given, and a leaf has no axes.
         """
         if self.annotations is self.leaves:
             return map(_AXES_AND_SHAPE, self.leaves)

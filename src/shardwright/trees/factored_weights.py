@@ -260,7 +260,7 @@ def low_rank(
             stacks,
             path,
             f"{stack}, which is not an input",
-            f"pass leading={last + 1}: then each has its own pair",
+            f"pass leading={last + 1}: then each layer or expert has its own pair",
         ),
         (
             not jnp.issubdtype(pair_dtype, jnp.floating),

@@ -1,4 +1,4 @@
-"""Annotate optimizer state: find the parameter that each array follows, and the dims that it has.
+"""Annotate optimizer state: find the parameter, and the dims of it, that each array follows.
 
 An array with the path and the shape of a parameter is sharded like that parameter. Some
 transformations keep other arrays: sums over a dim, a history, or one statistic for all parameters.
@@ -45,8 +45,8 @@ class _Place:
       rest: Path of the array below the field.
       param: Parameter whose path is the beginning of `rest`, or None.
       below: Part of `rest` after the path of the parameter.
-      sibling: Function that returns the shape of the array at path `rest` in another field of the
-        node, or None.
+      sibling: Function from the name of another field of the node to the shape of the array at path
+        `rest` in that field, or None.
     """
 
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ def _factored(field: str, place: _Place) -> DimsOfParam | None:
         return None
     unfactored = place.sibling("v") == place.whole
     # optax keeps a placeholder of one element in the fields that a parameter does not use: `v_row`
-    # and `v_col` of an unfactored one, `v` of a factored one.
+    # and `v_col` of an unfactored parameter, `v` of a factored one.
     if unfactored == (field != "v"):
         return (None,) if place.shape == (1,) else None
     if unfactored:
@@ -188,7 +188,8 @@ class Follower:
     def annotation(self, *, by_path: bool) -> Any:
         """Return the annotation of the array.
 
-        With `by_path` it has the path of the parameter, for `[[tensors]]` and `[[memory.tensors]]`.
+        With `by_path`, it has the path of the parameter, so that the entries of `[[tensors]]` and
+        `[[memory.tensors]]` can match.
         """
         if self.param is None:
             return self.override
@@ -200,7 +201,8 @@ class Follower:
         )
         if self.dims == tuple(range(len(whole))) and not by_path:
             return axes
-        # Without paths, equal layers have equal parts, and equal parts are resolved only once.
+        # Without paths, equal layers have equal `PartOf`s, and equal `PartOf`s are resolved only
+        # once.
         return PartOf(
             annotation=axes, shape=whole, dims=self.dims, path=self.param.path if by_path else ""
         )
@@ -231,7 +233,7 @@ def annotate_state(
         apply to the state as to the parameter. Without paths, resolution is faster.
 
     Returns:
-      A tree of the state's structure, with an annotation for each array.
+      A tree with the state's structure and an annotation for each array.
 
     Raises:
       ShardingError: Arrays follow no parameter, or overrides match no array. The error names all of
@@ -356,7 +358,10 @@ class _StateIndex:
         return Follower(path=text, param=owner, dims=tuple(range(len(shape))))
 
     def _owner(self, path: Path) -> Leaf | None:
-        """Return the parameter at an array's path in a copy of the parameters, or None."""
+        """Return the parameter whose path is the end of an array's path, or None.
+
+        The state above this end must have the structure of the parameters.
+        """
         # Try the longest end of the path first: the path of parameter `w` is also an end of the
         # path `a/w`.
         return next(

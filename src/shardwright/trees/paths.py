@@ -29,7 +29,7 @@ def is_array_spec(value: Any) -> bool:
 
 
 def spread(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
-    """Return for each leaf of a tree the leaf of a prefix that covers it.
+    """For each leaf of a tree, return the leaf of a prefix tree that covers it.
 
     Raises:
       ValueError: `prefix` is not a prefix of the tree. JAX's message says where.
@@ -137,7 +137,7 @@ def compile_rule(at: int, pattern: str, annotation: Any) -> tuple[re.Pattern[str
 def structure_differences(structure: Any, value: Any) -> list[tuple[Any, str, str]]:
     """Return the places where a value does not have the nodes of a structure.
 
-    A leaf stands for any subtree.
+    A leaf of the structure stands for any subtree.
 
     Returns:
       Each entry has the key path, the node of the structure and the node of the value.

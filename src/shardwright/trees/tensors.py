@@ -57,7 +57,7 @@ def whole_bytes(elements: int, dtype: Any) -> int:
 
     An int4 takes 4 bits. A PRNG key counts with all of its words.
     """
-    # Compiled programs pack int4 in pairs too.
+    # Compiled programs also store two int4 in a byte.
     return -(-elements * _bits(dtype) // 8)
 
 
@@ -83,7 +83,7 @@ def as_tensors(values: Any) -> tuple[Tensor, ...]:
     ['mlp/up']
 
     Raises:
-      StrategyError: A leaf is none of these. Or it is a tuple of tuples of axes, which can be read
+      StrategyError: A leaf is none of these; or it is a tuple of tuples of axes, which can be read
         as one annotation of composites or as several annotations.
     """
     # `()` is also the annotation of a scalar, and would become one tensor.

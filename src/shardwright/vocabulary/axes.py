@@ -85,8 +85,8 @@ PARALLELISM_AXES: dict[str, str] = {DP: "dp", FSDP: "fsdp", TP: "tp", EP: "ep", 
 STANDARD_MESH_AXES: tuple[str, ...] = tuple(PARALLELISM_AXES.values())
 KNOWN_AXES: frozenset[str] = frozenset({*SEMANTIC_AXES, *PARALLELISM_AXES})
 
-# The mask value of JAX's Pallas attention kernels. It is finite, because -inf minus the maximum
-# -inf of a row that is fully masked would be NaN.
+# The mask value of JAX's Pallas attention kernels. It is finite: in a row that is fully masked,
+# -inf minus the maximum of the row, -inf, would be NaN.
 DEFAULT_MASK_VALUE: float = -0.7 * float(np.finfo(np.float32).max)
 
 Array = jax.Array
@@ -125,7 +125,7 @@ class Memory(enum.StrEnum):
 
 @final
 class EMPTY_VAL:  # noqa: N801  the name is a contract
-    """Class of the sentinel `NOT_GIVEN`, which means inherit. (None means replicated.)"""
+    """Class of the sentinel `NOT_GIVEN`: the default value applies. (None means replicated.)"""
 
     _instance: EMPTY_VAL | None = None
 

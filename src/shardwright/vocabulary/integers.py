@@ -62,7 +62,7 @@ def read_integer(
 def integer_faults(
     name: str, value: Any, *, least: int, most: int | None, fix: str
 ) -> list[tuple[str, str]]:
-    """Return the fault of the integer `name` and its fix, or nothing if it is valid."""
+    """Return a list of the fault of argument `name` and its fix, or [] if the value is valid."""
     integer = as_integer(value)
     if integer is not None and least <= integer and (most is None or integer <= most):
         return []

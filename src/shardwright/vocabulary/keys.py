@@ -1,4 +1,4 @@
-"""Read a PRNG key that callers pass, of either kind that JAX has."""
+"""Read a PRNG key that callers pass: a typed key, or a key of the old kind (uint32)."""
 
 from __future__ import annotations
 

@@ -257,8 +257,9 @@ class ExpertRowWiseBias(DynamicShardingAxes, role=Role.PARAM):
 class ColumnWise(DynamicShardingAxes, role=Role.PARAM):
     """Weight `[in, out]` whose output is sharded: the first weight of a pair."""
 
-    # With `RowWise`, the pair of Megatron-LM (arXiv:1909.08053, section 3): outputs of the first
-    # weight and inputs of the second are split alike, so only the second needs a sum over tp.
+    # `ColumnWise` and `RowWise` are the pair of Megatron-LM (arXiv:1909.08053, section 3): outputs
+    # of the first weight and inputs of the second are split alike, so only the second needs a sum
+    # over tp.
     axes = ((FSDP, SP), TP)
     semantic_axes = (EMBED, MLP_INTERMEDIATE)
     bias = ColumnWiseBias
@@ -273,13 +274,13 @@ class RowWise(DynamicShardingAxes, role=Role.PARAM):
 
 
 class SRowWise(DynamicShardingAxes, role=Role.PARAM):
-    """Parameter of rank 1, sharded over the tensor axis."""
+    """Parameter of rank 1, sharded over tp."""
 
     axes = (TP,)
 
 
 class SColumnWise(DynamicShardingAxes, role=Role.PARAM):
-    """Parameter of rank 1, sharded over the storage axes."""
+    """Parameter of rank 1, sharded over fsdp and sp."""
 
     axes = ((FSDP, SP),)
 
@@ -315,16 +316,16 @@ class ExpertRowWiseAlt(DynamicShardingAxes, role=Role.PARAM):
 
 
 class UnifiedExpertColumnWise(DynamicShardingAxes, role=Role.PARAM):
-    """Expert weight `[experts, hidden, intermediate]`, experts over fsdp, sp and ep; never
-    gathered.
+    """Expert weight `[experts, hidden, intermediate]`. Experts are sharded over fsdp, sp and ep,
+    and never gathered.
     """
 
     axes = ((FSDP, SP, EP), EMPTY, TP)
 
 
 class UnifiedExpertRowWise(DynamicShardingAxes, role=Role.PARAM):
-    """Expert weight `[experts, intermediate, hidden]`, experts over fsdp, sp and ep; never
-    gathered.
+    """Expert weight `[experts, intermediate, hidden]`. Experts are sharded over fsdp, sp and ep,
+    and never gathered.
     """
 
     axes = ((FSDP, SP, EP), TP, EMPTY)
@@ -343,7 +344,7 @@ class ExpertActivationsAlt(DynamicShardingAxes):
 
 
 class ExpertTensorParallel(DynamicShardingAxes, role=Role.PARAM):
-    """Expert weight `[experts, in, out]`, experts over the tensor axis."""
+    """Expert weight `[experts, in, out]`, with the experts sharded over tp."""
 
     axes = (TP, EMPTY, EMPTY)
 

@@ -35,8 +35,8 @@ from shardwright.vocabulary.layouts import DynamicShardingAxes, StackedLayout, i
 from shardwright.vocabulary.merged_dims import MergedDim
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_TRAIN
 
-# A flat dim over both axes of a pair is row-major. A number of shards that does not divide the
-# number of heads would split a head.
+# A flat dim over both axes of a pair is row-major. If the number of shards does not divide the
+# number of heads, a shard would split a head.
 _HEAD_DIM_OF = {HEAD: HEAD_DIM, KV_HEAD: KV_HEAD_DIM}
 _HEAD_DIMS = frozenset(_HEAD_DIM_OF.values())
 
@@ -115,7 +115,7 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
     if isinstance(annotation, SizedAnnotation):
         return annotation.lowered(shape)
     if isinstance(annotation, PartitionSpec):
-        # Sorted, since JAX keeps a set, and all processes must build one program.
+        # Sort the axes, because JAX keeps a set, and all processes must build the same program.
         axes = tuple(sorted(annotation.unreduced))
         unreduced = Dim(axes=(), literal=axes) if axes else None
         return Lowered(dims=_lower_spec(annotation, shape), unreduced=unreduced)
@@ -245,7 +245,7 @@ def as_shape(shape: Any) -> tuple[int, ...]:
       RankMismatchError: The value is not a shape, or has a negative size.
     """
     try:
-        # `operator.index` refuses floats, which `int` would cut, and symbolic sizes.
+        # `operator.index` refuses symbolic sizes. It also refuses floats, which `int` would cut.
         sizes = static = tuple(map(operator.index, shape))
     except TypeError as error:
         try:

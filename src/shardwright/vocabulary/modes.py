@@ -13,7 +13,7 @@ MODE_INSERT = "__insert__"
 
 MODES: tuple[str, ...] = (MODE_TRAIN, MODE_PREFILL, MODE_DECODE, MODE_INSERT)
 GENERATION_MODES: frozenset[str] = frozenset({MODE_DECODE, MODE_INSERT})
-# This name and the texts of the modes are those of `eformer.common_types`.
+# The name `RUNTIME_MODE_TYPES` and the texts of the modes are those of `eformer.common_types`.
 RUNTIME_MODE_TYPES = Literal["__autoregressive__", "__prefill__", "__train__", "__insert__"]
 
 _SHORT = {

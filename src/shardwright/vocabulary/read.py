@@ -34,7 +34,8 @@ _WORDS: Final = {bool: "True or False", Callable: "a function", type(None): "Non
 class FieldKind(NamedTuple):
     """The values that a field takes.
 
-    `read` returns a value as the program uses it, and its faults.
+    `read` takes the name and the value of a field. It returns the value as the program uses it, and
+    the faults of the value.
     """
 
     read: Callable[[str, Any], tuple[Any, Faults]]
@@ -130,10 +131,10 @@ def floating(*, fix: str) -> FieldKind:
             dtype = np.dtype(jnp.dtype(value))
         except TypeError:
             return value, [(f"{name}={quoted(value)} is not a dtype", fix)]
-        # `longdouble` is wider, and JAX has no such dtype.
+        # `longdouble` has more than 8 bytes, and JAX has no such dtype.
         if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 8:
             return value, [(f"{name}={dtype} is not a floating-point dtype of JAX", fix)]
-        # Without x64, JAX would only warn.
+        # If x64 is off, JAX would only warn, and use a narrower dtype.
         if (kept := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
             return value, [(f"JAX makes {kept} of {dtype}", f"pass {kept}, or set jax_enable_x64")]
         return dtype, []
@@ -157,7 +158,7 @@ RATE: Final = FieldKind(_read_rate)
 def array(*shapes: tuple[int, ...], dtype: Any, layout: str = "", cast: str = "") -> FieldKind:
     """Return the kind of a field that takes arrays.
 
-    An array must have one of the shapes, and the dtype or a dtype of the class.
+    An array must have one of the shapes. Its dtype must be `dtype`, or in the class `dtype`.
 
     `layout` is the fix of a wrong shape, `cast` the fix of a wrong dtype.
     """
@@ -220,7 +221,8 @@ def read_fields(config: Any, *, error: type[ShardingError]) -> None:
 @functools.cache
 def _kinds(cls: Any) -> list[tuple[str, FieldKind, Any]]:
     # Read the annotations at the first construction and not at import: they may name classes that
-    # are defined later. A subclass of a caller may add fields of any kind, which the caller checks.
+    # are defined later. A subclass that a caller defines may add fields of any kind. The caller
+    # checks these fields.
     *_, cls = (base for base in cls.__mro__ if "__post_init__" in vars(base))
     hints = typing.get_type_hints(cls, include_extras=True)
     kinds = [(each.name, _kind(hints[each.name]), each.default) for each in dataclasses.fields(cls)]
@@ -235,7 +237,7 @@ def _kind(hint: Any) -> FieldKind | None:
         return one_of(args)
     members = args if origin in (typing.Union, types.UnionType) else (hint,)
     special = [each for each in members if typing.get_origin(each) in (Annotated, Literal)]
-    if special:  # with None
+    if special:  # such as `Literal["a", "b"] | None`
         kind = _kind(special[0])
         return kind and FieldKind(
             lambda name, it: (None, []) if it is None else kind.read(name, it)

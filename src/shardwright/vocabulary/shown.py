@@ -1,9 +1,9 @@
-"""Show a value without knowing how: as text, as HTML for a notebook, or as data for JSON.
+"""Show a value as text, as HTML for a notebook, or as data for JSON.
 
 Each file of the package `show` imports the classes that it shows, and registers a function for each
-of them here. `shardwright/__init__` names the file that registers each class. That file is imported
-when the first value of the class is shown, because tables and pages would slow down `import
-shardwright`.
+of them here. `shardwright/__init__` names, for each class, the file that registers it. This file is
+imported when the first value of the class is shown, because tables and pages would slow down
+`import shardwright`.
 """
 
 from __future__ import annotations
