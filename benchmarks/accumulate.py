@@ -1,4 +1,4 @@
-"""`python -m benchmarks.accumulate`: bytes sent by ways to accumulate gradients, compiled for TPUs.
+"""`python -m benchmarks.accumulate`: compare the bytes that ways to accumulate gradients send.
 
 One training step of 8 microbatches, with a scan over layers, is compiled for the eight TPUs of a
 v5e:2x4, on a machine without TPUs. Each way has the same model, weights and batch. For each way and
@@ -11,8 +11,8 @@ The other ways are written from their documentation:
 
 - `loop`: a scan over microbatches that adds `jax.grad`, as in many training scripts.
 - `MaxText`: weights are marked `reduced` over the data axis before the loop, so that gradients are
-  `unreduced` in it. This needs Explicit mesh axes, and no mesh axis of FSDP (MaxText #5099).
-  Otherwise it is the loop.
+  `unreduced` in the loop. This needs Explicit mesh axes, and no mesh axis of FSDP (MaxText #5099).
+  Otherwise this way is the same as `loop`.
 - `MultiSteps`: the wrapper of optax. A step is 8 calls, one for each microbatch.
 """
 
@@ -72,7 +72,10 @@ WEIGHT_BYTES: Final = sum(4 * int(np.prod(spec.shape)) for spec in SPECS.values(
 
 
 def total_loss(weights: Any, x: Any) -> Any:
-    """Return the sum of the squares of a stack of decoder layers, gathered one by one."""
+    """Return the sum of the squares of the output of a stack of decoder layers.
+
+    The weights of the layers are gathered layer by layer.
+    """
 
     def layer(x: Any, w: Any) -> Any:
         w = sw.gather(w, LAYER)
@@ -153,8 +156,8 @@ class Row:
       preset: Preset and mesh.
       mesh: The mesh.
       sent: Bytes of all collectives, as a ring sends them.
-      inside: Number of runs of collectives of gradients in the loop: reductions of float arrays
-        that are no scalars.
+      inside: How many collectives reduce gradients in the loop, all trips counted. Gradients are
+        the float arrays that are not scalars.
     """
 
     way: str
@@ -192,7 +195,8 @@ def measure(way: str, preset: str) -> Row:
     with pm:
         out = results if len(results) > 1 else results[0]
         traced = jax.jit(function, out_shardings=out).trace(*given)
-    # Low effort sends the same bytes, and takes a quarter of the time.
+    # A program that is compiled with low effort sends the same bytes. Compiling it takes a quarter
+    # of the time.
     compiled = traced.lower(lowering_platforms=("tpu",)).compile(
         compiler_options={"exec_time_optimization_effort": -1.0}
     )
@@ -239,7 +243,7 @@ def judge(rows: list[Row]) -> dict[str, bool]:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the rows as a table of Markdown; bytes in units of all weights."""
+    """Return the rows as a table of Markdown, with bytes in units of the size of all weights."""
     lines = [
         "| way | " + " | ".join(f"{preset} ({mesh})" for preset, mesh in MESHES.items()) + " |",
         "| --- |" + " ---: |" * len(MESHES),

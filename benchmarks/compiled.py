@@ -45,7 +45,7 @@ MESHES: Final = {
     "serve_tp": "dp:2,tp:4",
     "serve_long_context": "dp:2,sp:4",
 }
-# Limit of the difference between totals -> the share of programs that must be within the limit.
+# Largest allowed difference of totals -> share of the programs that must stay within it.
 TARGETS: Final = {0.02: 0.7, 0.1: 0.9}
 
 

@@ -131,7 +131,7 @@ def t5x_decoder(checkout: Path) -> dict[str, Program]:
     """Return the programs of T5X's decoder by mode, from its source in a checkout.
 
     Its dims have the names that its own source gives them. `sw.gather` gathers the weights before
-    the model is applied. The model has no insert, so this program uses caches of this library.
+    the model is applied. The model has no insert, so the insert program uses this library's caches.
     """
     network = _import_network(checkout)
     config = network.TransformerConfig(

@@ -34,7 +34,8 @@ from shardwright.plan.verify.run import verify_plan
 
 TOPOLOGY: Final = "v5e:2x4"
 CACHE: Final = Path(".cache/compiled")
-# Trained decoders have float32 weights, served ones bfloat16 weights. All matmuls are bfloat16.
+# Trained decoders have float32 weights, and served decoders have bfloat16 weights. All matmuls are
+# bfloat16.
 TRAINED: Final = Dtypes(param="float32", compute="bfloat16", cache="bfloat16")
 SERVED: Final = Dtypes(param="bfloat16", compute="bfloat16", cache="bfloat16")
 MOST_CLOSE: Final = 0.2  # share of the cases
@@ -170,12 +171,12 @@ class Row:
 
     Attributes:
       case: The program.
-      low: Lower end by the plan.
-      high: Upper end by the plan.
-      verdict: Whether it fits, by the plan.
+      low: Lower end of the planned range.
+      high: Upper end of the planned range.
+      verdict: Verdict of the plan on whether the program fits.
       compiled: What the compiled program needs. For a refused program, what the compiler's message
         states.
-      refused: Whether the compiler refused it.
+      refused: Whether the compiler refused the program.
     """
 
     case: Case

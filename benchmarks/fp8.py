@@ -37,7 +37,8 @@ def config_of(compute: str, recipe: str | None) -> Any:
     dtypes = Dtypes(param="float32", compute=compute)
     return transformer_block.TransformerConfig(
         layers=2,
-        # Blocks of 32 need heads of at least 32, so there are 4 heads and not the demo's 8.
+        # MXFP8 has blocks of 32 elements, which need a head dim of at least 32. So there are 4
+        # heads, not 8 as in the demo.
         attention=attention_block.AttentionConfig(
             embed=128, heads=4, kv_heads=2, head_dim=32, dtypes=dtypes, recipe=recipe
         ),

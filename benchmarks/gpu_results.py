@@ -19,7 +19,7 @@ _DETAILS = (
 
 
 def read_sections(file: Path) -> tuple[dict[str, list[Row]], dict[str, str]]:
-    """Return the rows of each section, and what they ran on."""
+    """Return the rows of each section, and the context: the device and the versions."""
     data = json.loads(file.read_text(encoding="utf-8"))
     return data["sections"], data["context"]
 

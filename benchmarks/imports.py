@@ -25,7 +25,7 @@ PROBE = (
 def run(*, peers: bool, repeats: int) -> list[Row]:
     """Measure the statements inside new processes, in turn.
 
-    A first process of each fills the bytecode caches.
+    For each statement, a first process that is not timed fills the bytecode caches.
 
     Raises:
       AssertionError: the import starts a backend.

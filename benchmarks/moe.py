@@ -1,14 +1,15 @@
 """`python -m benchmarks.moe`: an MoE layer, compared with layers written by hand.
 
-Sent bytes and temporaries, of compiled programs: the dispatch of `layers.moe` next to the einsums
-with one-hot masks that leave the collectives to the compiler. Both have the same routes and the
-same slots, and equal results; the run fails if these differ.
+The first part compares the sent bytes and the temporaries of two compiled programs: the dispatch of
+`layers.moe`, and einsums with one-hot masks, which leave the collectives to the compiler. Both have
+the same routes and the same slots. The run fails if their results differ.
 
-Trace time: an MLP block and an MoE layer of `layers`, next to the same layers by hand in plain JAX
-with constraints, and in flax linen. The ratio is of interleaved repetitions in one run.
+The second part compares the times to trace an MLP block and an MoE layer of `layers` with those of
+the same layers written by hand: in plain JAX with constraints, and in flax linen. The ratios are
+those of interleaved repetitions in one run. An MoE layer of `layers` is traced once for all layers
+that are alike.
 
-An MoE layer of `layers` is traced once for all layers that are alike. Results go to
-`benchmarks/results/moe/cpu.json`; a test compares the page with them.
+Results go to `benchmarks/results/moe/cpu.json`; a test compares the page with them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from shardwright.testing.meshes import cpu_mesh, virtual_devices
 
 RESULTS: Final = Path(__file__).parent / "results" / "moe" / "cpu.json"
 BATCH, LENGTH, EMBED, HIDDEN, EXPERTS, PER_TOKEN = 16, 256, 256, 512, 8, 2
-# Twice the slots of an even load: nothing is dropped, so results can be compared.
+# The capacity is twice that of an even load: nothing is dropped, so results can be compared.
 CONFIG: Final = moe.MoEConfig(
     embed=EMBED,
     hidden=HIDDEN,
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare_programs(pm: sw.PartitionManager) -> list[dict[str, Any]]:
-    """Compile forward and backward passes of both, and count what they send and keep.
+    """Compile both layers, forward and backward, and count sent bytes and temporaries.
 
     Raises:
       AssertionError: The results differ, or tokens are dropped.

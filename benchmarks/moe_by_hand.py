@@ -1,4 +1,4 @@
-"""Layers by hand, for `benchmarks.moe`: literal specs, and nothing of the library.
+"""Layers that are written by hand for `benchmarks.moe`, with literal specs, without this library.
 
 The parameters are those of `moe.specs` and `mlp_block.specs`.
 """
@@ -38,7 +38,9 @@ def _routes(router: Any, tokens: Any, per_token: int) -> tuple[Any, Any]:
 
 
 def one_hot_moe(mesh: Mesh, per_token: int, slots: int, params: Any, x: Any) -> Any:
-    """Return the MoE layer as einsums with one-hot masks, over all tokens; the compiler sends them.
+    """Return the MoE layer as einsums of all tokens with one-hot masks.
+
+    The compiler adds the collectives.
 
     Args:
       mesh: With the axes fsdp and ep.
@@ -136,7 +138,7 @@ def mlp(mesh: Mesh, params: Any, x: Any) -> Any:
 
 
 def flax_mlp(embed: int, hidden: int) -> tuple[Any, Callable[..., Any]]:
-    """Return the abstract parameters and the function of the MLP in flax linen, with its names."""
+    """Return the abstract parameters and the function of the MLP in linen, with logical names."""
     from flax import linen as nn
 
     rules = (("batch", "fsdp"), ("embed", None), ("mlp", "tp"), ("stored", "fsdp"))

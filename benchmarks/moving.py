@@ -48,8 +48,8 @@ class Peak:
     Attributes:
       growth: Bytes of the resident set at the peak, beyond those before the move.
       planned: The plan's upper bound of the growth; 0 without a plan.
-      allowed: Target and three pieces; with donation, the largest leaf and three pieces.
-        `device_put` is not checked.
+      allowed: Bytes of the target tree and three pieces; with donation, of the largest leaf and
+        three pieces. `device_put` is not checked.
       seconds: Time of the move.
     """
 
@@ -85,7 +85,7 @@ def _run(*case: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Case:
-    """A tree of stacked layers, sharded over one dimension before and over another one after."""
+    """A tree of stacked layers. The move changes the dim that is sharded."""
 
     tree: str
 

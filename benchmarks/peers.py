@@ -1,4 +1,7 @@
-"""The same work in flax, eformer and haliax, as their documentation shows, with the same rules."""
+"""The work of `benchmarks.tree` and `benchmarks.trace` in flax, eformer and haliax.
+
+The rules are the same, and the code is written as the documentation of each library shows.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +144,7 @@ def eformer_shardings(rules: AxisRules, mesh: Mesh) -> Iterator[Callable[..., Ca
 
 @contextlib.contextmanager
 def _legacy_mesh(mesh: Mesh) -> Iterator[None]:
-    """Enter a mesh in the way that eformer reads it; JAX warns of it."""
+    """Enter a mesh by the legacy `with mesh:`, because eformer reads it. JAX warns of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with mesh:

@@ -81,7 +81,10 @@ def command(topology: str) -> float:
 
 
 def loop() -> float:
-    """Return the processor time of a loop of known work: the speed of a machine varies twofold."""
+    """Return the processor time of a loop of known work.
+
+    It shows the speed of the machine, which may vary by a factor of two.
+    """
     start = time.process_time()
     total, seen = 0, {}
     for number in range(6_000_000):

@@ -8,8 +8,8 @@ exits with 1 if a found mesh has a longer planned time than the published one.
 that the search found, as `shardwright search --verify 3` does. Their times count the bytes that the
 compiled programs send. The command exits with 1 if the compiler refuses the best found mesh. It
 also does so if that mesh takes more than 1.05 of the time of the published one, and the compiler
-accepts both. This needs libtpu (the extra `tpu-aot`) and some minutes for each run. Nothing is
-measured, so a shorter time here is only a reason to try a mesh.
+accepts both programs. This needs libtpu (the extra `tpu-aot`) and some minutes for each run.
+Nothing is measured, so a shorter time here is only a reason to try a mesh.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ MOST: Final = 1.05  # largest found time / published time, by the compiled progr
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A published mesh and the one that a search found, as planned.
+    """The plans of a published mesh and of the mesh that a search found.
 
     Attributes:
       name: The published run.
-      mesh: Its mesh, and the preset that is used in place of its rules.
-      published: Its plan.
+      mesh: The published mesh, and the preset that is used in place of the published rules.
+      published: The plan of the published mesh.
       search: The result of the search.
       seconds: Processor time of the search.
     """
@@ -200,7 +200,7 @@ def compile_both(name: str, facts: Mapping[str, Any], compared: Comparison) -> C
 def plan_published(mesh: Mapping[str, int], program: Program, topology: Topology) -> PlanReport:
     """Return the plan of a published mesh under the better preset.
 
-    Published rules shard the residual in another way. A preset is used in their place.
+    The published rules shard the residual in another way, so a preset takes their place.
     """
     plans = [_plan(preset, mesh, program, topology) for preset in PRESETS]
     return min(plans, key=lambda each: (each.verdict == "does not fit", seconds_of(each)))

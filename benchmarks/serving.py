@@ -194,7 +194,7 @@ def _written_step(server: Any, weights: Any, *, ahead: bool = False) -> Callable
     Args:
       server: Sizes of the decoder.
       weights: Weights of the decoder.
-      ahead: Whether it reads the tokens of the step before.
+      ahead: Whether a step reads the tokens of the step before it.
     """
     from tests.examples import hand_written
 
@@ -204,7 +204,7 @@ def _written_step(server: Any, weights: Any, *, ahead: bool = False) -> Callable
     def put(x: np.ndarray, *spec: str | None) -> jax.Array:
         return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
 
-    # Each array of its own: the step donates them.
+    # Each cache has arrays of its own, because the step donates them.
     caches = [
         _Rows(
             length=put(np.full(server.slots, PROMPT, np.int32), "dp"),
@@ -219,7 +219,8 @@ def _written_step(server: Any, weights: Any, *, ahead: bool = False) -> Callable
     ).decode_step()
 
     if ahead:
-        # The last tokens are read after the next step has begun, so it must not donate them.
+        # The tokens of a step are read after the next step has begun, so `decode` must not donate
+        # them.
         decode = jax.jit(decode.__wrapped__, donate_argnums=1)
     before = None
 
@@ -238,8 +239,8 @@ def _times(step: Callable[[], Any]) -> Callable[[], Any]:
     def run() -> None:
         for _ in range(STEPS):
             in_flight = step()
-        # The clock counts all threads. What a case leaves in flight would be counted for the next
-        # case: one step of eight too few here, and one too many there.
+        # The clock counts all threads. A step that a case leaves in flight would be counted for the
+        # next case: one step of eight too few here, and one too many there.
         jax.block_until_ready(in_flight)
 
     return run

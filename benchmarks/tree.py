@@ -5,11 +5,11 @@ each leaf, without a tree, rules or checks. The other cases call `pm.shardings(t
 which flattens and unflattens the tree, and checks every size. "first" starts with empty caches, new
 rules and a new manager. "again" calls the same manager with the same tree once more.
 
-Every repetition gets a new tree. Equal annotations are one tuple, and equal names one string, as in
-a model that names them once. Every case but the last runs once before it is timed; "first" then
-drops its manager and its caches. In the last case, "again, rebuilt", every leaf and key has its own
-tuple and string. It shows that no cache depends on object identity, and how long it takes to read
-the whole tree from memory.
+Every repetition gets a new tree. Equal annotations are the same tuple object, and equal names are
+the same string object, as in a model that names them once. Every case but "again, rebuilt" runs
+once before it is timed; "first" then drops its manager and its caches. In "again, rebuilt", every
+leaf and key has its own tuple and string. This case shows that no cache depends on object identity,
+and how long it takes to read the whole tree from memory.
 """
 
 from __future__ import annotations

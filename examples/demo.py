@@ -51,7 +51,8 @@ PRECISIONS = Path(__file__).parents[1] / "benchmarks" / "results" / "fp8" / "los
 TRAINED_UNDER = ("single", "fsdp", "fsdp_tp", "sequence")
 CONTINUED_UNDER = "fsdp_tp"
 SERVED_UNDER = ("single", "serve_tp")
-# Sums in another order differ: in float32 by about 1e-6 of the loss over 40 steps (measured).
+# A float32 sum in another order rounds differently: by about 1e-6 of the loss over 40 steps, as
+# measured.
 TOLERANCE = 2e-5
 SEED = 0
 LENGTH, SLOTS, CAPACITY, PROMPT_LENGTH = 128, 8, 128, 64
@@ -112,7 +113,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, console: Console) -> list[str]:
-    """Run both parts and return what failed."""
+    """Train, serve, and return what failed."""
     started = time.perf_counter()
     config, text = DecoderConfig(), stdlib_text()
     count = sum(math.prod(spec.shape) for spec in jax.tree.leaves(decoder_specs(config)))
@@ -167,9 +168,10 @@ def train_everywhere(
                 time.perf_counter(),
                 bar(f"{name}: {report.mesh_text(trainer.pm)}", options.steps),
             )
-            # `init` gives every strategy these values. To compile it once saves ten seconds.
+            # `init` would give every strategy the same values. Compiling it only once saves ten
+            # seconds.
             state = trainer.start(first) if first else trainer.init(SEED)
-            # A copy, because the step overwrites the memory of its state.
+            # Keep a copy, because the step overwrites the memory of its state.
             first = first or jax.device_get(state["params"])
             batches = text_batches(text, batch=options.batch, length=LENGTH, seed=SEED)
             trained[name] = train(

@@ -35,7 +35,7 @@ from shardwright.testing.meshes import virtual_devices
 
 STRATEGIES = Path(__file__).parent / "strategies"
 TRAINED_UNDER = ("single", "long_context")
-# Allowed relative difference of losses: float32 sums in another order differ.
+# Allowed relative difference of losses: a float32 sum in another order rounds differently.
 TOLERANCE = 2e-5
 SEED = 0
 
@@ -82,7 +82,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def choice(pm: sw.PartitionManager, config: DecoderConfig, length: int) -> attention.Choice:
-    """Choose an implementation of attention under a strategy. Print and return the choice."""
+    """Return the implementation of attention that is chosen under a strategy, and why."""
     q = jax.ShapeDtypeStruct((1, length, config.heads, config.head_dim), config.dtype)
     k = jax.ShapeDtypeStruct((1, length, config.kv_heads, config.head_dim), config.dtype)
     positions = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -91,7 +91,10 @@ def choice(pm: sw.PartitionManager, config: DecoderConfig, length: int) -> atten
 
 
 def batches(pm: sw.PartitionManager, length: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield batches of one sequence and its positions in zigzag order, for equal work on shards."""
+    """Yield batches of one sequence in zigzag order, with its positions.
+
+    With this order, all shards have equal work.
+    """
     shards = pm.axis_size(sw.QUERY_LENGTH)
     for batch in text_batches(stdlib_text(), batch=1, length=length, seed=SEED):
         batch["positions"] = np.arange(length, dtype=np.int32)[None]

@@ -55,7 +55,7 @@ STRATEGIES = {
     "fsdp_tp": "fsdp:4,tp:2",
 }
 OPTIMIZER = optax.adamw(3e-3)
-# Allowed relative difference of losses: float32 sums in another order differ.
+# Allowed relative difference of losses: a float32 sum in another order rounds differently.
 TOLERANCE = 2e-5
 
 

@@ -119,7 +119,7 @@ def run_round(number: int, trainer: Trainer, engine: Engine, state: Any, text: n
 
 
 def make_requests(text: np.ndarray, *, seed: int) -> list[Request]:
-    """Return two requests per row of a batch: half of the texts are trained on."""
+    """Return two requests per row of a batch, because only half of the texts are trained on."""
     draw = np.random.default_rng(seed)
     starts = draw.integers(0, len(text) - PROMPT, size=2 * BATCH)
     return [

@@ -3,9 +3,10 @@
     python examples/several_processes.py [--processes 2 4] [--steps N]
 
 Local processes with four virtual CPU devices each take the place of hosts. They train under
-`fsdp_tp` and save half-way. Then the last process is killed: the watchdog of every other one says
-so, and ends it. Half as many processes restore the checkpoint and train on. One process serves.
-The demo fails unless the losses equal those of one process that was never interrupted.
+`fsdp_tp` and save half-way. Then the last process is killed. In every other process, the watchdog
+says so, and ends its own process. Half as many processes restore the checkpoint and train on. One
+process serves. The demo fails unless the losses equal those of one process that was never
+interrupted.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from shardwright import checkpoint
 
 CONFIG = DecoderConfig(embed=64, mlp=128)
 BATCH, LENGTH, SEED, WATCHDOG_S = 16, 32, 0, 8
-# Sums in another order differ, in float32 by about 1e-6 of the loss.
+# A float32 sum in another order rounds differently, by about 1e-6 of the loss.
 TOLERANCE = 2e-5
 PROMPTS = (b"import ", b"def __init__(self", b"    return self.", b"# Copyright ")
 
@@ -129,7 +130,7 @@ def text_of(losses: dict[int, float]) -> str:
 
 
 def work(address: str, count: int, rank: int, folder: str, steps: int, fails: bool) -> int:
-    """Train as one of some processes, from the checkpoint if there is one."""
+    """Train as one of `count` processes. Start from the checkpoint if there is one."""
     if count > 1:
         jax.distributed.initialize(address, count, rank)
     mesh = sw.create_mesh(f"dp:1,fsdp:{count},tp:4")

@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--mesh-backend",
         default="cpu",
         metavar="NAME",
-        help="build the tests' meshes of real devices: gpu, tpu",
+        help="build the meshes of tests from real devices: gpu or tpu",
     )
     group.addoption(
         "--update-golden",
@@ -128,7 +128,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _is_ours(marker: pytest.Mark) -> bool:
-    """Tell whether a marker is ours, and not another project's of the same name."""
+    """Tell whether a marker `mesh` is ours, and not a marker `mesh` of another project."""
     ours = any(isinstance(mesh, str) and ":" in mesh for mesh in marker.args) or (
         not marker.args and "strategy" in marker.kwargs
     )
@@ -138,7 +138,7 @@ def _is_ours(marker: pytest.Mark) -> bool:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Request the virtual devices if a test needs a mesh.
 
-    Collection may have set XLA_FLAGS or imported JAX.
+    This hook runs after collection, which may set XLA_FLAGS or import JAX.
     """
     if any("_mesh_case" in getattr(item, "fixturenames", ()) for item in session.items):
         from shardwright.testing import pytest_plugin
@@ -225,7 +225,7 @@ def golden(request: pytest.FixtureRequest) -> Any:
 def _may_use_golden(item: pytest.Item) -> bool:
     """Tell whether a test may use golden files.
 
-    A test may also use `request.getfixturevalue`, and a doctest `getfixture`.
+    A test may also get the fixture by `request.getfixturevalue`, and a doctest by `getfixture`.
     """
     return not isinstance(item, pytest.Function) or not {"golden", "request"}.isdisjoint(
         item.fixturenames

@@ -26,17 +26,18 @@ MESHES: Final = {"fsdp": {"fsdp": 8}, "fsdp_tp": {"fsdp": 4, "tp": 2}}
 B, S, D, V = 16, 256, 512, 4096
 TOKENS: Final = (sw.BATCH, sw.QUERY_LENGTH)
 WORDS: Final = (TOKENS, (B, S), jnp.int32)
-# Kernels whose last dims are split over tp, and those whose first dims are.
+# Names of kernels. The last dims of `UP` are split over tp, and so are the first dims of `DOWN`.
 UP: Final = r"query|key|value|mlp/weight|up|gate|MlpBlock_\d+/Dense_0|linear1"
 DOWN: Final = r"out|down|MlpBlock_\d+/Dense_1|linear2"
 SMALL: Final = 4096  # elements of a weight that is not worth sharding
 
 
 def use_auto_axes() -> None:
-    """Turn the calls of Explicit mesh axes into constraints, which Auto axes have."""
+    """Replace functions for Explicit mesh axes by constraints, which work on Auto mesh axes."""
 
     def pin(x: Any, sharding: Any) -> Any:
-        # Over Auto axes, the type of an array says that all dims are replicated.
+        # Over Auto axes, the type of an array always says that all dims are replicated. So a spec
+        # that has only None is ignored.
         entries = getattr(sharding, "spec", sharding)
         known = entries is not None and any(entry is not None for entry in entries)
         return jax.lax.with_sharding_constraint(x, sharding) if known else x
@@ -156,7 +157,7 @@ def linen(module: Any, loss: Callable[..., Any], *inputs: Any, **options: Any) -
       module: The module.
       loss: Called with a function that applies the module, and the arrays.
       inputs: Annotation, shape and dtype of each array.
-      options: Those of the module's call.
+      options: Options of the call of the module.
     """
     from flax.core import meta
 
@@ -206,7 +207,7 @@ def one_hot_loss(logits: Any, labels: Any) -> Any:
 def leaves(
     tree: Any, call: Callable[..., Any], *inputs: Any, specs: Any = None, **options: Any
 ) -> Any:
-    """Return the program of a tree of shapes: `call(tree, *arrays)`, over its leaves by path.
+    """Return a program that takes the leaves of a tree by path, and runs `call(tree, *arrays)`.
 
     Args:
       tree: The model, with shapes as leaves.
@@ -254,7 +255,10 @@ def equinox(build: Callable[[], Any], call: Callable[..., Any], *inputs: Any) ->
 def nnx_model(
     build: Callable[[], Any], call: Callable[..., Any], *inputs: Any, **options: Any
 ) -> Any:
-    """Return the program of an nnx module. Its own `out_sharding`s place the weights, if any."""
+    """Return the program of an nnx module.
+
+    If variables of the module have an `out_sharding`, it places the weights.
+    """
     from flax import nnx
 
     with nnx.use_eager_sharding(False):

@@ -30,7 +30,8 @@ def outputs(name: str) -> tuple[dict[str, list[int]], np.ndarray[Any, Any]]:
         config = Path(folder, "config.json")
         config.write_text(json.dumps(small_decoders.config_of(name)), encoding="utf-8")
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        # It writes the names of published checkpoints, also of experts that are fused in memory.
+        # `save_pretrained` writes the names of published checkpoints, also for experts that are
+        # fused in memory.
         model.save_pretrained(folder)
         config.write_text(json.dumps(small_decoders.config_of(name)), encoding="utf-8")
         file = Path(folder, "model.safetensors")

@@ -1,10 +1,10 @@
-"""Train programs of other authors that are no decoders, and compile their plans for TPUs.
+"""Train models of other authors, or plan them and compile them for TPUs. None is a decoder.
 
     PYTHONPATH=src:. python tools/other_models.py CHECKOUTS [--tpu] [--presets NAME,...] [NAME ...]
 
 CHECKOUTS holds a working tree OWNER/NAME for each repository. Without --tpu, small models are
 trained for three steps on eight CPU devices: without shardwright, and under five strategies. The
-names that inference gives are compared with those that were read from the source. With --tpu, wider
+axes that inference gives are compared with axes that were read from the source. With --tpu, wider
 models are planned, and compiled for a v5e:2x4. benchmarks/results/other_models.md has the tables.
 """
 
@@ -54,7 +54,7 @@ class Case:
     Attributes:
       init: Returns the parameters.
       forward: `(parameters, *inputs) -> output`.
-      original: The same without changed lines, if it runs so.
+      original: `forward` before its lines were changed. Defaults to `forward`.
       loss: `(output, *inputs, *targets) -> loss`.
       inputs: Annotation, seed of inference, and array of each input.
       targets: Annotation and array of each target.
@@ -129,7 +129,7 @@ def resnet(checkouts: Path, *, wide: bool) -> Case:
             r"conv_init/kernel": "_ _ _ EMBED",
             r"Conv_0/kernel": "_ _ EMBED MLP_INTERMEDIATE",
             r"Conv_1/kernel": "_ _ MLP_INTERMEDIATE EMBED",
-            # Two residual streams: a weight has EMBED once.
+            # The kernel is between two residual streams, but a weight has EMBED only once.
             r"conv_proj/kernel": "_ _ EMBED _",
             r"BatchNorm_0/(scale|bias)": "MLP_INTERMEDIATE|NORM",
             r"(bn_init|norm_proj|BatchNorm_1)/(scale|bias)": "NORM",
@@ -141,7 +141,7 @@ def resnet(checkouts: Path, *, wide: bool) -> Case:
 
 
 def dit(checkouts: Path, *, wide: bool) -> Case:
-    """A DiT: the one of its author for ImageNet, with two layers."""
+    """The DiT for ImageNet of jax-diffusion-transformer, with two layers."""
     sys.path.insert(0, str(checkouts / "kvfrans/jax-diffusion-transformer"))
     source = importlib.import_module("diffusion_transformer")
     model = source.DiT(
@@ -165,7 +165,7 @@ def dit(checkouts: Path, *, wide: bool) -> Case:
     def init() -> Any:
         keys = {"params": jax.random.key(0), "label_dropout": key}
         params = quiet(model.init, keys, x, t, y)["params"]
-        # Its modulation starts at 0, so most gradients of the first steps would be 0.
+        # The modulation of a DiT starts at 0, so most gradients of the first steps would be 0.
         return jax.tree.map(lambda p: p + 0.02 * _normal(7, *p.shape), params)
 
     return Case(
@@ -210,10 +210,10 @@ def griffin(checkouts: Path, *, wide: bool, linear_scan: bool = False) -> Case:
 
     root = checkouts / "google-deepmind/recurrentgemma/recurrentgemma"
     for name, folder in (("recurrentgemma", root), ("recurrentgemma.jax", root / "jax")):
-        # Their `__init__` import a tokenizer and PyTorch.
+        # Do not run the `__init__` of these packages: they import a tokenizer and PyTorch.
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = [str(folder)]
-    # JAX has no such module any more, and the types are checked by a package of no use here.
+    # JAX no longer has this module, and typeguard, which checks types, is of no use here.
     jax.experimental.shard_map = None
     sys.modules["typeguard"] = types.SimpleNamespace(typechecked=None)  # type: ignore[assignment]
     jaxtyping.jaxtyped = lambda function, typechecker: function
@@ -347,7 +347,10 @@ def train(case: Case, name: str) -> None:
 
 
 def compile_plans(case: Case, name: str, presets: Sequence[str]) -> bool:
-    """Print the plan of the gradients beside the compiled program; return whether all is said."""
+    """Print the plan of the gradients beside the compiled program, under each preset.
+
+    Return whether every plan that differs from its program has marks.
+    """
     shapes = jax.eval_shape(case.init)
     inferred = case.infer(shapes)
     forward, axes = case.constrained(inferred), inferred.annotations
@@ -373,7 +376,10 @@ def compile_plans(case: Case, name: str, presets: Sequence[str]) -> bool:
 
 
 def _differences(compared: Compared) -> list[str]:
-    """Return what differs by 64 bytes or more: a plan counts each scalar that is summed twice."""
+    """Return the differences of at least 64 bytes.
+
+    Smaller differences come from scalars: a plan counts a sum twice that a compiler computes once.
+    """
     return [
         f"{kind}: {planned:,} {sent:,}"
         for kind, (planned, sent) in compared.differences.items()

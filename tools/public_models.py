@@ -6,8 +6,9 @@ CHECKOUTS holds a working tree OWNER/NAME for each repository. Each program runs
 its authors: weights are stored sharded, and gathered before use where the authors' own rules do not
 place them. It is planned on two meshes, and compiled for eight CPU devices, or with --tpu for a
 v5e:2x4, and a table is printed. With --primitives, nothing is compiled: the table has the
-primitives of these programs, and of those in tests/plan/foreign_programs.py, and which of them a
-plan does not know. benchmarks/results/public_models.md has all tables, and the commits.
+primitives of these programs and of those in tests/plan/foreign_programs.py, and says which
+primitives a plan does not know. benchmarks/results/public_models.md has all tables, and the
+commits.
 """
 
 from __future__ import annotations
@@ -326,7 +327,7 @@ def levanter(at: Path, name: str, build: Callable[[Any], Any]) -> Any:
         if "tp" in jax.sharding.get_abstract_mesh().shape:
             mapping |= dict.fromkeys(("mlp", "heads", "kv_head"), "tp")
         constants = mock.patch.object(jax, "ensure_compile_time_eval", contextlib.nullcontext)
-        with hax.axis_mapping(mapping), constants:  # no device of a compiler computes constants
+        with hax.axis_mapping(mapping), constants:  # --tpu has no device to compute constants on
             tokens = hax.named(words, (batch, config.Pos))
             # JAX no longer takes a mean over the floating-point mask of the model.
             example = lm_model.LmExample(tokens=tokens, loss_mask=None)
@@ -555,9 +556,10 @@ def programs(checkouts: Path, names: list[str]) -> Iterator[tuple[str, Foreign]]
 
 
 def verdict(compared: Compared) -> str:
-    """Return `exact`, `marked` or `DIFFERENT`. Fewer than 64 bytes are no difference.
+    """Return `exact`, `marked` or `DIFFERENT`. A difference of less than 64 bytes does not count.
 
-    Compilers compute a repeated subexpression once, and a plan counts a scalar of each.
+    A compiler computes a repeated subexpression once, but a plan counts it each time. So the sum of
+    a scalar may be counted several times.
     """
     differ = any(abs(planned - sent) >= 64 for planned, sent in compared.differences.values())
     if not differ:
@@ -566,7 +568,7 @@ def verdict(compared: Compared) -> str:
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield the equations of a jaxpr, and of those in it."""
+    """Yield the equations of a jaxpr, and those of the jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values())):
@@ -576,7 +578,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def print_primitives(checkouts: Path, names: list[str]) -> None:
-    """Print how often each primitive is met, and in how many programs a plan does not know it."""
+    """Print how often each primitive occurs, and in how many programs a plan does not know it."""
     public = {name.partition("@")[0]: case for name, case in programs(checkouts, names)}
     met: dict[str, Counter[str]] = {kind: Counter() for kind in ("public", "small", "all", "not")}
     for kind, cases in (("public", public), ("small", PROGRAMS)):

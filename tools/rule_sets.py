@@ -1,4 +1,4 @@
-"""Compare published lists of logical axis rules, imported, with the libraries that read them.
+"""Import published lists of logical axis rules, and compare their specs with their libraries'.
 
     python tools/rule_sets.py CHECKOUTS [--write] [--random COUNT]
 
@@ -164,7 +164,7 @@ def read(listed: dict[str, Any], text: str) -> Pairs:
 
 
 def literal_pairs(module: ast.Module, part: str) -> Pairs:
-    """Return literal lists of pairs of a function, joined: `function:0,4` is first and fifth."""
+    """Return the literal lists of pairs in a function, joined. `f:0,4` is the first and fifth."""
     name, _, places = part.partition(":")
     functions = (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef))
     function = next(node for node in functions if node.name == name)
@@ -210,7 +210,7 @@ def resource_pairs(module: ast.Module, part: str) -> Pairs:
     """Return the rules of TransformerEngine's own function for mesh axes of two devices each.
 
     Args:
-      module: Its `jax/sharding.py`.
+      module: TransformerEngine's `jax/sharding.py`.
       part: The mesh axis of each kind of parallelism, such as `dp=data,tp=model`.
     """
     given = dict(item.split("=") for item in part.split(","))
@@ -231,7 +231,7 @@ def resource_pairs(module: ast.Module, part: str) -> Pairs:
 def run_parts(
     module: ast.Module, functions: tuple[str, ...], scope: dict[str, Any], *, constants: bool
 ) -> None:
-    """Run some functions of a published file, and on request its constants, in a scope."""
+    """Define some functions of a published file in a scope, and on request its constants."""
     body: list[ast.stmt] = []
     for node in module.body:
         is_constant = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)

@@ -2,8 +2,8 @@
 
     python tools/schemastore.py path/to/schemastore
 
-Editors take schemas from SchemaStore: by the name of a file, or by its first line, which every
-preset has: `#:schema https://json.schemastore.org/shardwright.json`.
+Editors find a schema in SchemaStore by the name of a file, or by its first line. Every preset has
+the first line `#:schema https://json.schemastore.org/shardwright.json`.
 """
 
 from __future__ import annotations

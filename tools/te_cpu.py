@@ -1,6 +1,6 @@
-"""Run the JAX code of TransformerEngine on a CPU, by a stand-in for its compiled extension.
+"""Run the JAX code of TransformerEngine on a CPU, with a stand-in for its compiled extension.
 
-`load(root)` imports it from a checkout. Each primitive then takes its path in pure JAX.
+`load(root)` imports this code from a checkout. Each primitive then runs in pure JAX.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def load(root: str) -> Any:
 
 
 def multiply_blocks_in_float32() -> None:
-    """Replace JAX's matmul of blocks, which XLA for CPU lacks, by one of expanded operands."""
+    """Replace JAX's block-scaled matmul, which XLA for CPU lacks, by one in float32."""
     import jax
     import jax.numpy as jnp
 

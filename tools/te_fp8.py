@@ -1,4 +1,4 @@
-"""Write what TransformerEngine's own fp8 recipes give, for the tests of ours.
+"""Write the results of TransformerEngine's own fp8 recipes, for the tests of our recipes.
 
     python tools/te_fp8.py CHECKOUT
 
@@ -62,7 +62,7 @@ def main(checkout: str) -> None:
 
 
 def machine(package: Any, algorithm: str, margin: int, form: str) -> str:
-    """Run the state of delayed scaling on given largest values."""
+    """Update the state of delayed scaling with given amax values. Return a digest of all states."""
     import jax.numpy as jnp
 
     from tests.interop.transformer_engine import fp8_cases as cases

@@ -1,11 +1,11 @@
-"""Write what TransformerEngine's own modules give, for the tests of ours.
+"""Write the results of TransformerEngine's own modules, for the tests of our modules.
 
     python tools/te_goldens.py CHECKOUT [GROUP ...]
     python tools/te_goldens.py CHECKOUT --compare CASE [CASE ...]
 
 CHECKOUT is a clone of NVIDIA/TransformerEngine; it needs no build and no GPU. Run it where flax is
-installed. `--compare` writes nothing: it runs both in one process, and prints the largest relative
-difference of a tensor, and how many tensors are equal bit for bit.
+installed. `--compare` writes nothing: it runs their modules and ours in one process, and prints the
+largest relative difference of a tensor, and how many tensors are equal bit for bit.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-# Text of test_layer.py -> what stands there on a CPU.
+# Text of test_layer.py -> the text that replaces it on a CPU.
 SMALLER = {"(32, 128, 1024)": "(32, 64, 64)", "32-128-1024": "32-64-64", "(64, 0),": "(32, 0),"}
 ARCHITECTURE = int(os.environ.get("TE_CPU_ARCH", "100"))
 
@@ -106,7 +106,7 @@ class QuantizeConfig:
 
 
 def install() -> None:
-    """Put our package, and what the test imports besides, under TransformerEngine's names."""
+    """Register our package under TransformerEngine's names, with all that the test imports."""
     import shardwright.interop.transformer_engine as te
     from shardwright.interop.transformer_engine import sharding
 

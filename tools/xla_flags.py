@@ -1,18 +1,19 @@
-"""Print flags of XLA with which tests compile in half of the time. Their programs run slower."""
+"""Print flags of XLA with which tests compile in half of the time. The programs run slower."""
 
 from __future__ import annotations
 
 import importlib.metadata
 
-# Programs of tests are small and run once, so optimizing one costs more than it gives, and so does
-# compiling one in parts, for cores that have other tests.
+# Programs of tests are small and run once, so optimizing a program takes more time than it saves.
+# Compiling a program in parts saves no time either, because the other cores run other tests.
 # By default, a collective that waits 40 s for a busy machine ends the process.
 FLAGS = (
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_cpu_collective_call_terminate_timeout_seconds=300 "
     "--xla_cpu_collective_timeout_seconds=300"
 )
-# This emitter makes a module of LLVM for each fusion. JAX 0.11 has another one, and no such flag.
+# The fusion emitter makes a module of LLVM for each fusion. JAX 0.11 has another emitter, and no
+# such flag.
 BEFORE_JAX_0_11 = "--xla_cpu_use_fusion_emitters=false"
 
 

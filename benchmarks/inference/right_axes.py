@@ -1,7 +1,7 @@
 """The right axes of each published model, by path, read from its source.
 
-A model with as many heads of keys and values as of queries has HEAD for both. With fewer of them,
-those of keys and values have KV_HEAD: `grouped` has the patterns that differ then.
+If a model has as many heads of keys and values as of queries, all heads have the axis HEAD. If it
+has fewer, its heads of keys and values have KV_HEAD: `GROUPED` has the patterns that then differ.
 """
 
 from __future__ import annotations

@@ -39,7 +39,10 @@ def shapes(layers: int) -> Any:
 
 
 def forward(params: Any, tokens: Any) -> Any:
-    """Return logits. Two query heads share each head of keys and values; the table is the head."""
+    """Return logits. The table of embeddings is also the output head.
+
+    Two query heads share each head of keys and values.
+    """
     x = params["table"][tokens]
     for layer in params["layers"]:
         x = x + attention(layer, normed(x, layer["norm1"]))
@@ -75,9 +78,9 @@ def normed(x: Any, scale: Any) -> Any:
 
 
 def ratios(layers: int) -> dict[str, Any]:
-    """Return the median of the ratios of pairs of runs, and the least and the most of them.
+    """Return the median, the smallest and the largest of the ratios of pairs of runs.
 
-    Each run starts without JAX's caches. Seconds are those of the process, not of the clock.
+    Each run starts without JAX's caches. Seconds are processor time, not wall time.
     """
     params = shapes(layers)
 

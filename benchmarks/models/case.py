@@ -28,12 +28,12 @@ MESHES: Final[Mapping[str, tuple[int, int, int]]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sharded:
-    """A model after its user's lines.
+    """A model after the lines of its user have run.
 
     Attributes:
-      params: Its arrays, placed.
+      params: Its arrays, sharded.
       forward: Function of the arrays and the tokens; returns logits.
-      context: What the program runs in.
+      context: The context manager in which the program runs.
     """
 
     params: Any
@@ -55,7 +55,7 @@ class Case:
       shard: Function of a manager, which calls `user`; returns the sharded model.
       own: Function of the mesh sizes in `MESHES`; returns the shardings by the model's own rules,
         one for each array, or None if it has no rules.
-      epsilon: That of AdamW.
+      epsilon: Epsilon of AdamW.
     """
 
     name: str

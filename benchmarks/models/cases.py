@@ -1,7 +1,7 @@
 """The models: what each needs, what its user writes, and its own rules.
 
-The functions `shard_…` hold the lines that a user writes. What a repository names otherwise, or
-needs on a CPU, is in the functions that make a case.
+The functions `shard_…` hold the lines that a user writes. Code that a repository needs for other
+names, or on a CPU, is in the functions that make a case.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def lm1b(checkouts: Path) -> Case:
     return Case(
         name="lm1b",
         source="google/flax: examples/lm1b/models.py",
-        # Under 1e-8, a rounding of tiny gradients moves the loss by 7e-6.
+        # With an epsilon of 1e-8, the rounding of tiny gradients changes the loss by 7e-6.
         epsilon=1e-6,
         params=params,
         forward=model.apply,
@@ -144,7 +144,8 @@ def llama3(checkouts: Path, kv_heads: int = 4) -> Case:
     sys.path.insert(0, str(checkouts / "jax-llm-examples/llama3"))
     from llama3_jax import model as module
 
-    # Its norm rounds to bfloat16 whatever its config says. The comparison is in float32.
+    # The model's norm rounds to bfloat16 whatever the config says, but the comparison needs
+    # float32.
     module.jnp = types.SimpleNamespace(**{**vars(jnp), "bfloat16": jnp.float32})
     explicit = (jax.sharding.AxisType.Explicit,) * 3
     names = ("x", "y", "z")
@@ -201,7 +202,7 @@ def shard_equinox(pm: Any, bridge: Any, model: Any, call: Any) -> Any:
 
 
 def equinox_decoder(checkouts: Path) -> Case:
-    """Return a decoder of the parts of equinox: it has no decoder in its own repository."""
+    """Return a decoder made of equinox's layers, because equinox itself has no decoder."""
     import equinox as eqx
 
     from benchmarks.models.equinox_decoder import Decoder, call

@@ -1,4 +1,4 @@
-"""A decoder of the parts that equinox has. It knows nothing of shardwright."""
+"""A decoder made of equinox's own layers. It does not use shardwright."""
 
 from __future__ import annotations
 

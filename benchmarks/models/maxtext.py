@@ -1,8 +1,8 @@
-"""MaxText's decoder layer between its table of tokens and logits.
+"""MaxText's decoder layers between its token embedding and its logits.
 
 The modules `models/llama2.py` and `configs/pyconfig.py` are imported, with all that they import.
-The packages in `REPLACED` are imported by them and not called here: empty modules take their place.
-MaxText needs Python 3.12.
+They also import the packages in `REPLACED`, which are not called here: empty modules take their
+place. MaxText needs Python 3.12.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SIZES: Final = {"kv_heads": 4, "activation_kv_heads": 4}
 
 
 class _Anything(type):
-    """A class whose attributes and results are such classes, so that it can be imported."""
+    """A stand-in for any imported class. Its attributes and results are such classes too."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -103,7 +103,7 @@ def shard_maxtext(pm: Any, bridge: Any, model: Any, names: Any, sizes: Any) -> A
 def maxtext(checkouts: Path, kv_heads: int = 4) -> Case:
     """Return a language model of two decoder layers of MaxText's Llama.
 
-    The mesh is a field of MaxText's modules, so that the model is built again for each mesh.
+    The mesh is a field of MaxText's modules, so the model is built again for each mesh.
     """
     from flax import nnx
 

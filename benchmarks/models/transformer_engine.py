@@ -1,6 +1,7 @@
-"""TransformerEngine's `TransformerLayer` between a table of tokens and logits.
+"""TransformerEngine's `TransformerLayer` between a token embedding and logits.
 
-Its Python runs on a CPU, with a stand-in for its compiled extension (`tools/te_cpu.py`).
+The layer's Python code runs on a CPU, with a stand-in for its compiled extension
+(`tools/te_cpu.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shardwright as sw
 from benchmarks.models.case import TOKENS, VOCAB, Case, Sharded, mesh_of
 from tools import te_cpu
 
-# The names of the parts around the layers.
+# Logical names of the embedding, which is not part of a layer, and their axes.
 ENDS: Final = {"vocab": (sw.VOCAB, "param"), "embed": (sw.EMBED, "param")}
 
 
@@ -29,7 +30,7 @@ def shard_transformer_engine(pm: Any, bridge: Any, boxed: Any, names: Any) -> An
 def transformer_engine(checkouts: Path, kv_heads: int = 4) -> Case:
     """Return a language model of two layers: fused queries, keys and values, and rotary positions.
 
-    Its two ends are annotated by names of their own, as a user of the layer does.
+    The embedding is annotated by names of its own, as a user of the layer does.
     """
     from shardwright.interop import flax as bridge
     from shardwright.interop.transformer_engine import NAMES
@@ -93,7 +94,7 @@ def language_model(te: Any, kv_heads: int) -> Any:
 
 @contextmanager
 def own_rules(te: Any, mesh: Any) -> Iterator[Any]:
-    """Yield the rules of a `MeshResource` with data, weights over the data, and tensors."""
+    """Yield the rules of a `MeshResource` with mesh axes for data, FSDP and tensor parallelism."""
     resource = te.sharding.MeshResource(dp_resource="dp", fsdp_resource="fsdp", tp_resource="tp")
     with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
         yield te.flax.extend_logical_axis_rules((("vocab", "tp"), ("embed", "fsdp")))

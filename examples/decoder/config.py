@@ -30,7 +30,7 @@ class DecoderConfig:
 
     @property
     def stack(self) -> transformer_block.TransformerConfig:
-        """The layers, one by one: each has a cache of its own, which is updated in place."""
+        """The layers, without a scan: each has its own cache, which is updated in place."""
         return transformer_block.TransformerConfig(
             layers=self.layers,
             attention=attention_block.AttentionConfig(

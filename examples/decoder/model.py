@@ -32,8 +32,8 @@ def forward(
       params: The tree that `decoder_specs` describes.
       tokens: `[batch, length]`.
       config: Sizes.
-      caches: One per layer, with the tokens before these. By default, tokens attend only to each
-        other.
+      caches: One cache per layer, which holds the earlier tokens. By default, tokens attend only to
+        each other.
       valid: `[batch, length]` bool, which tokens are not padding. Only with caches.
       positions: `[batch, length]`, if the tokens are in another order than 0, 1, 2. Only without
         caches.

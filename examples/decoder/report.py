@@ -32,7 +32,7 @@ def weights(config: DecoderConfig) -> dict[str, sw.ArraySpec]:
         f"{part} {name}": params["kernel"]
         for part in ("attention", "mlp")
         for name, params in layer[part].items()
-        # Values are sharded like keys.
+        # Leave out the weight of values, which is sharded like that of keys.
         if name not in ("norm", "value")
     }
     return {

@@ -101,7 +101,7 @@ def prefill_step(config: DecoderConfig) -> Callable[..., Any]:
 def insert_step(
     caches: Caches, last: jax.Array, prefix: Caches, first: jax.Array, slot: jax.Array
 ) -> tuple[Caches, jax.Array]:
-    """Put a prefilled prompt and its first new byte into a slot, instead of what it held."""
+    """Put a prefilled prompt and its first new byte into a slot, in place of what the slot held."""
     emptied = [cache.free(slot[None]).cache for cache in caches]
     filled = [
         cache.insert(prompt, slot[None]).cache

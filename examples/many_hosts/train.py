@@ -2,8 +2,8 @@
 
     python examples/many_hosts/train.py CHECKPOINTS [--steps N] [--every N] [--strategy FILE]
 
-A launcher starts it once per host: docs/many-hosts.md shows Slurm, Kubernetes, TPU pods and Ray.
-Started again, it continues from the newest checkpoint.
+A launcher starts this script once per host: docs/many-hosts.md shows Slurm, Kubernetes, TPU pods
+and Ray. If the job is started again, it continues from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def main() -> None:
     mesh = sw.create_mesh("fsdp:-1")  # all devices of all hosts
     optimizer, specs = optax.adamw(1e-2), decoder_specs(CONFIG)
     trainer = make_trainer(strategy, CONFIG, optimizer, mesh=mesh)
-    # `with` waits until all processes have entered an equal manager. The watchdog ends this process
-    # if another one dies, so that the launcher can start the job again.
+    # `with` waits until all processes have entered an equal manager. If another process dies, the
+    # watchdog ends this process, so that the launcher can start the job again.
     with sw.PartitionManager(strategy, mesh=mesh, mode="train", watchdog=60) as pm:
         saved = checkpoint.steps(options.checkpoints)
         if saved:

@@ -113,7 +113,7 @@ def legacy_meshes() -> tuple[Mesh, ...]:
 
 
 def enter_mesh(mesh: Mesh | AbstractMesh) -> Any:
-    """Make a mesh ambient, and return the context manager whose `__exit__` restores the former one.
+    """Make a mesh ambient. Return the context manager whose `__exit__` restores the former mesh.
 
     Return None inside a trace, where the ambient mesh cannot change. For a `Mesh`, the trace is
     detected by the error that `jax.set_mesh` raises, because a call of `in_trace` beforehand would
@@ -178,7 +178,7 @@ def vary_as(values: Any, others: Any) -> Any:
 
 
 def untracked(values: Any) -> Any:
-    """Return arrays without the varying mesh axes of an enclosing `shard_map` in their types.
+    """Return arrays whose types do not have the varying mesh axes of an enclosing `shard_map`.
 
     Use this function only inside `shard_map(check_vma=False)`. There, the results of operations
     have no varying mesh axes in their types.
@@ -401,8 +401,8 @@ def mixes_memories(error: BaseException) -> bool:
     return isinstance(error, ValueError) and str(error).startswith("memory_space of all inputs")
 
 
-# If an error of another class is about shardings, this pattern is found in its message. It is not
-# found if JAX names another difference of the types of carries or branches.
+# An error about shardings that is not a `ShardingTypeError` has this pattern in its message. An
+# error that names any other difference between the types of carries or branches does not have it.
 _ABOUT_SHARDINGS = re.compile(
     r"shardings?\b|shard_map|\bunreduced\b|\bmesh\b|\bspecs?\b|\[[^]]*@(?!.*so the )", re.DOTALL
 )
@@ -488,7 +488,7 @@ def scan_parts(parameters: dict[str, Any]) -> tuple[int, int, Any]:
 
 
 def without_refs(closed: Any) -> Any:
-    """Return a traced program without Refs: its equations take and return their values instead.
+    """Return a traced program without Refs: its equations take and return the values of the Refs.
 
     JAX does the same when it lowers a program with Refs. A read becomes a slice or a look-up, a
     write becomes an update, and a loop carries the written values.

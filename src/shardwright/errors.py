@@ -18,7 +18,7 @@ from typing import Any, Final
 # Limits on the text that a message quotes, in characters.
 LONGEST_TEXT: Final = 1000
 LONGEST_LINE: Final = 160
-# `did_you_mean` ignores names that are longer than this, and all names after the first 2000.
+# `did_you_mean` ignores names longer than LONGEST_NAME, and all names after the first MOST_NAMES.
 # Comparing two names takes time proportional to the product of their lengths.
 LONGEST_NAME: Final = 64
 MOST_NAMES: Final = 2000
@@ -208,7 +208,7 @@ class MeshMismatchError(ShardingError):
 
 
 class AgreementError(ShardingError):
-    """Processes have different rules, policy, mesh, specs, shapes or data, or one is missing."""
+    """Processes differ in rules, policy, mesh, specs, shapes or data, or a process is missing."""
 
 
 class NoManagerError(ShardingError):
@@ -373,8 +373,8 @@ def closest(name: str, known: Iterable[str]) -> str:
 def same_spelling(name: str, known: Iterable[str]) -> str:
     """Return `did you mean 'x'?` for the known name with the same letters and digits, or nothing.
 
-    Names of model families are close to each other, so a close name would be another family. Case,
-    punctuation and doubled letters do not count.
+    Names of model families are close to each other, so the closest name may be that of another
+    family. Case, punctuation and doubled letters do not count.
     """
 
     def letters(name: str) -> str:

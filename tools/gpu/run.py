@@ -2,9 +2,9 @@
 
     python tools/gpu/run.py --out FOLDER [--small] [--seconds 440] [--only NAME ...]
 
-Each section runs in a process of its own. Those that only check run at the same time; those that
-measure run one after the other. FOLDER/gpu.json is written after each section, so a run that is
-stopped keeps what it has. `--small` has sizes for a CPU, to rehearse the script: its ratios mean
+Each section runs in a process of its own. Sections that only check run at the same time; sections
+that measure run one after the other. FOLDER/gpu.json is written after each section, so a run that
+is stopped keeps what it has. `--small` has sizes for a CPU, to rehearse the script: its ratios mean
 nothing.
 """
 
@@ -91,13 +91,13 @@ SMALL = Sizes(
     cells=6,
 )
 TRAIN, DECODE, STEP = (">=", 0.97), (">=", 0.75), ("<=", 1.02)
-# Steps that are started before the first one is waited for, as a program does.
+# Number of steps that are started before the first result is awaited, as programs do.
 AHEAD = 8
 Row = dict[str, Any]
 
 
 def row(case: str, value: float, unit: str, *, target: Any = None, **details: Any) -> Row:
-    """Return one number. A target is a relation and a bound."""
+    """Return one number as a row. A target is a relation and a bound."""
     met = None
     if target is not None:
         met = value >= target[1] if target[0] == ">=" else value <= target[1]
@@ -105,7 +105,10 @@ def row(case: str, value: float, unit: str, *, target: Any = None, **details: An
 
 
 def seconds_of(cases: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Return wall times of cases that wait for their results, interleaved and warm."""
+    """Return the wall times of cases, which run in turns after a first run of each.
+
+    Each case must wait for its results.
+    """
     from benchmarks import timing
 
     for run in cases.values():
@@ -115,7 +118,7 @@ def seconds_of(cases: dict[str, Callable[[], Any]], repeats: int) -> dict[str, l
 
 
 def waiting(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    """Return several runs of a jitted function that wait for the last result."""
+    """Return a function that runs a jitted function several times and waits for the last result."""
     import jax
 
     jitted = jax.jit(function)
@@ -322,7 +325,7 @@ def decode(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
                 done = ours.append_and_attend(q, k, k, cache)
                 return done.o, done.cache
 
-            # Donated, as an engine does: without it, XLA copies the cache.
+            # Donate the cache, as an engine does. Otherwise XLA copies it.
             held = [full]
 
             def once(step: Any = step, q: Any = q, k: Any = k, held: Any = held) -> Any:
@@ -422,11 +425,12 @@ def training(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
     ).train_step(trainer.optimizer)
     steps = {"ours": trainer.step, "by hand": by_hand}
     states, compiled = {}, {}
-    # Shapes only: the peak of ours must not count another state.
+    # Lower with shapes, because the peak of our step must not count another state.
     given = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trainer.init(0)
     )
-    # XLA times kernels of each matmul, and remembers them: what compiles second takes less time.
+    # For each matmul, XLA times several kernels and remembers the fastest one. So the step that is
+    # compiled second takes less time.
     for name in ("by hand", "ours"):
         start = time.perf_counter()
         lowered = steps[name].lower(given, batch)
@@ -671,7 +675,7 @@ MEASURES: dict[str, Any] = {
 
 @dataclasses.dataclass(slots=True)
 class Found:
-    """What the sections found. It is written after each of them."""
+    """The results of all sections. They are written after each section."""
 
     file: Path
     cache: str

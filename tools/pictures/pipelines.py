@@ -37,7 +37,7 @@ def _schedule(picture: Picture, y: float, pipeline: Pipeline) -> None:
     picture.text(20, y + 12, f"{pipeline.schedule}: {share}", kind="code")
     x = float(LEFT)
     for row in table:
-        # In a tick in which no stage runs forward, or none backward, that pass takes no time.
+        # A tick has a forward and a backward pass. A pass that no stage runs takes no time.
         passes = [
             [(work.forward, "mine") for work in row],
             [(work.backward, "part") for work in row],

@@ -38,7 +38,8 @@ def make_parser(name: str, what: str, *, epilog: str) -> argparse.ArgumentParser
     width = help_width()
     return _Parser(
         prog=f"shardwright {name}",
-        # RawDescriptionHelpFormatter keeps the line breaks of examples, and wraps nothing.
+        # RawDescriptionHelpFormatter keeps the line breaks of examples. It wraps nothing, so wrap
+        # the texts here.
         description=wrapped(what, width),
         epilog=wrapped(epilog, width),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
@@ -51,7 +52,7 @@ def make_parser(name: str, what: str, *, epilog: str) -> argparse.ArgumentParser
 
 
 def help_width() -> int:
-    """Return the characters per line of help: COLUMNS, else the terminal's, else the default."""
+    """Return the width of help in characters: COLUMNS, else the terminal's, else the default."""
     return max(LEAST_WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 

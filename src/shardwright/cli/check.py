@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         *([arguments.strategy] if arguments.strategy else []),
     ]
     if not strategies:
-        # argparse cannot require one of two things: the words, or --strategy.
+        # argparse cannot require one of two arguments: STRATEGY or --strategy.
         parser().error("the following arguments are required: STRATEGY")
     check_fix_options(arguments)
     tensors = None if arguments.tensors is None else read_tensors(arguments.tensors)
@@ -147,16 +147,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_settings(
     texts: Sequence[str], arguments: argparse.Namespace
 ) -> tuple[set[str], list[Setting], list[Checked]]:
-    """Return the axes and settings that strategies on the command line give to its models.
+    """Return what the models on the command line need from the strategies on it.
 
-    Models need the axes that the strategies declare, and each strategy as a `Setting` on its mesh.
-    A strategy whose mesh has an unknown size gets a note in place of a setting.
+    This is the set of axes that the strategies declare, and each strategy as a `Setting` on its
+    mesh. A strategy whose mesh has an unknown size gets a note in place of a setting.
     """
     own_axes: set[str] = set()
     settings: list[Setting] = []
     notes: list[Checked] = []
     for text in itertools.filterfalse(is_model, texts if any(map(is_model, texts)) else ()):
-        # `_check` reports the strategies that cannot be read.
+        # Skip a strategy that cannot be read: `_check` reports it.
         with contextlib.suppress(ShardingError):
             strategy, label = read_strategy(text)
             own_axes.update(strategy.axes)
@@ -198,7 +198,7 @@ def fix_by_tensors(
 
 
 def _check(text: str, tensors: Any, mesh: str | None, devices: int | None) -> Checked:
-    # A file that cannot be read has no label of its own, so make one first.
+    # `read_strategy` returns no label if it fails, so make one first.
     label = strategy_label(text)
     try:
         strategy, label = read_strategy(text)
@@ -218,7 +218,7 @@ def _check(text: str, tensors: Any, mesh: str | None, devices: int | None) -> Ch
 
 
 def _with_memory(checked: Checked, text: str, programs: Sequence[Mapping[str, Program]]) -> Checked:
-    """Add the findings about host memory that need the programs of the command line."""
+    """Add the findings of `check_memory`, which need the programs of the command line."""
     if checked.fails(strict=False):
         return checked
     strategy, _ = read_strategy(text)
@@ -263,11 +263,12 @@ def _counts_text(findings: Sequence[Finding]) -> str:
 
 
 def check_memory(strategy: Strategy, programs: Mapping[str, Program]) -> Iterator[Finding]:
-    """Yield a finding for each state on the host that is not donated, and each unused name to save.
+    """Yield a finding for each undonated state on the host, and for each unused name in `saved`.
 
     Args:
       strategy: The strategy.
-      programs: Programs by mode. Only training has optimizer state, and saves values.
+      programs: Programs by mode. Only the training program is checked, because only this program
+        has optimizer state and saves values for its backward pass.
 
     Raises:
       ShardingError: The program does not resolve under the strategy.
@@ -275,7 +276,7 @@ def check_memory(strategy: Strategy, programs: Mapping[str, Program]) -> Iterato
     program = programs.get(MODE_TRAIN)
     if program is None:
         return
-    # On mesh axes of one device every size divides.
+    # Every size divides over mesh axes of one device.
     sizes = dict.fromkeys((*STANDARD_MESH_AXES, *strategy.mesh), 1)
     manager = PartitionManager(strategy, mesh=abstract_mesh(sizes), mode=MODE_TRAIN)
     if manager.rules.memory:

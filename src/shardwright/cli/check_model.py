@@ -1,6 +1,6 @@
-"""Check a model for `shardwright check`: compare its axes with those that its program uses.
+"""Check a model for `shardwright check`: compare its annotations with inferred axes.
 
-The program is a forward function, or the programs that `shardwright plan` takes.
+A model is a forward function, or a function that returns programs as for `shardwright plan`.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def check_model(
     own_axes: Collection[str],
     settings: Collection[Setting],
 ) -> list[Checked]:
-    """Return entries with the findings about a model.
+    """Return the findings about a model.
 
-    If it returns programs, each mode has entries. The first entry is about the names of axes. Each
-    other entry is about the arrays that do not resolve under one setting.
+    The first `Checked` is about the names of axes. Each of the others is about the arrays that do
+    not resolve under one setting. If the model returns programs, this list repeats for each mode.
 
     Args:
       text: `file.py:function`. Without `--params`, the function returns programs.
@@ -103,7 +103,7 @@ def check_model(
     program = Program(
         model.forward,
         (model.shapes, *model.inputs),
-        # An input with a dim of unknown axis cannot be annotated.
+        # An input cannot be annotated if the axis of one of its dims is unknown.
         (annotations, *(None if None in axes else axes for axes in model.seeds)),
         holds=("parameters", *("inputs" for _ in model.inputs)),
     )
@@ -112,7 +112,7 @@ def check_model(
 
 
 def _resolve(label: str, mode: str, program: Program, setting: Setting) -> Checked:
-    """Return a finding for each array of a program that has no spec under a setting."""
+    """Return the findings about one setting: one for each array of a program without a spec."""
     manager = setting.manager.for_mode(mode)
     problems: list[Problem] = []
     try:
@@ -139,7 +139,7 @@ def _resolve(label: str, mode: str, program: Program, setting: Setting) -> Check
 
 
 def _wrong_convolutions(manager: Manager, traced: Trace, program: Program) -> Iterator[Finding]:
-    """Yield the convolutions that XLA may compute wrongly. Only a plan finds them."""
+    """Yield a finding for each convolution that XLA may compute wrongly. Only a plan finds it."""
     # Look for a convolution first, because a plan takes seconds, and few programs have one.
     if not holds_primitive(traced.jaxpr, "conv_general_dilated"):
         return
@@ -157,7 +157,7 @@ def _wrong_convolutions(manager: Manager, traced: Trace, program: Program) -> It
 
 
 def programs_of(text: str, arguments: argparse.Namespace) -> dict[str, Program]:
-    """Return the programs of a model by mode; none if its function takes arguments.
+    """Return the programs of a model by mode. A model whose function takes arguments has none.
 
     Raises:
       StrategyError: The file cannot be read, or the function does not return programs.
@@ -190,7 +190,8 @@ def _check_program(
     label: str, mode: str, program: Program, own_axes: Collection[str]
 ) -> tuple[Finding, ...]:
     shapes = program.shapes
-    # Without one entry per argument, it is unknown which argument an entry is for.
+    # Only a tuple or a list has one entry per argument. For any other value, it is unknown which
+    # argument an entry is for.
     specs = program.specs if isinstance(program.specs, (tuple, list)) else (None,) * len(shapes)
     holds = program.holds if isinstance(program.holds, (tuple, list)) else (None,) * len(shapes)
     is_params = [
@@ -200,7 +201,8 @@ def _check_program(
     if True not in is_params:
         what = f"no argument of {label} holds parameters"
         raise StrategyError(what, fix='write holds=("parameters", "inputs"), or pass ArraySpecs')
-    # Inference takes one tree of parameters, so arguments are named by their positions.
+    # Inference takes one tree of parameters, so join the arguments that hold parameters in a dict.
+    # Its keys are the positions of these arguments.
     own = {str(at): shapes[at] for at, each in enumerate(is_params) if each}
     others = {str(at): shapes[at] for at, each in enumerate(is_params) if not each}
     annotations = {name: specs[int(name)] for name in own}
@@ -232,7 +234,7 @@ def _are_specs(specs: Any) -> bool:
 
 
 def _annotated(tree: Any, specs: Any, held: Any) -> list[tuple[Any, Any]]:
-    """Return the annotation of each array of an argument, None where there is none."""
+    """Return a pair for each array of an argument: its annotation, or None, and the array."""
     leaves = jax.tree.leaves(tree)
     if specs is None or held not in (None, Category.INPUTS):
         return [(None, leaf) for leaf in leaves]
@@ -243,9 +245,9 @@ def _annotated(tree: Any, specs: Any, held: Any) -> list[tuple[Any, Any]]:
 
 
 def _seed(annotation: Any, leaf: Any) -> Any:
-    """Return the seed of an input.
+    """Return the seed of an input: the known axis of each dim, from which inference starts.
 
-    A layout or a spec gives none, because it names no axis of a dim.
+    A layout or a spec gives no seed, because it does not name an axis for each dim.
     """
     axes = annotation.axes if isinstance(annotation, ArraySpec) else annotation
     is_axes = isinstance(axes, (tuple, list)) and len(axes) == len(leaf.shape)

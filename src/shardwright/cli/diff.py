@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
         "--topology",
         action="append",
         metavar="T",
-        help="what the mesh is on: v5p:4x4x4, or 16xh100:8; with --model",
+        help="slice, or hosts of GPUs, of the mesh: v5p:4x4x4, or 16xh100:8; with --model",
     )
     command.add_argument(
         "--hardware", metavar="FILE", help="a .toml file of chips; with --topology"
@@ -317,7 +317,7 @@ def _counts(placed: Placed) -> str:
 
 
 def _problems(comparison: Comparison) -> list[Problem]:
-    """Return the problems of both sides, once for all modes."""
+    """Return the problems of both sides. A problem that several modes have is returned once."""
     every = [
         problem
         for row in comparison.rows
@@ -339,7 +339,7 @@ def run_files(arguments: argparse.Namespace) -> int:
     """Compare the plans of two files, mode by mode, and return the exit code.
 
     Raises:
-      StrategyError: A file is not a plan, or no mode is in both.
+      StrategyError: A file is not a plan, or the files have no mode in common.
     """
     if len(arguments.plan) != 2:
         raise StrategyError(
@@ -472,8 +472,8 @@ def _read_plans(name: str) -> dict[str, Any]:
     if isinstance(data, dict) and isinstance(data.get("modes"), dict) and data["modes"]:
         plans: dict[str, Any] = data["modes"]
     elif isinstance(data, dict) and "state" in data:
-        # The JSON of a single plan does not say its mode. Two such files are compared under this
-        # name.
+        # The JSON of a single plan does not say its mode. With the name `any` for it, two such
+        # files have a mode in common.
         plans = {"any": data}
     else:
         plans = {}

@@ -1,4 +1,4 @@
-"""`shardwright explain`: the sharding of each dim of an array or a file of tensors, and why."""
+"""`shardwright explain`: how each dim of an array, or of a file of tensors, is sharded, and why."""
 
 from __future__ import annotations
 
@@ -228,13 +228,13 @@ def array_lines(answer: ExplainedTensor, *, width: int) -> list[str]:
 
 
 def imported_lines(answer: ExplainedTensor, setting: Setting) -> list[str]:
-    """Return a line for each axis without a rule, if an import declared an axis of that name."""
+    """Return a note for each axis X without a rule, if the strategy declares LOGICAL_X."""
     declared = set(map(axis_label, setting.manager.rules.user_axes))
     labels = dict.fromkeys(
         decision.label
         for resolution in answer.modes.values()
         for decision in resolution.decisions
-        # If `import` does not know a name, it declares an axis LOGICAL_NAME.
+        # For a name that it does not know, `shardwright import` declares an axis LOGICAL_NAME.
         if decision.outcome is Outcome.NO_RULE and f"LOGICAL_{decision.label}" in declared
     )
     return [
@@ -265,7 +265,7 @@ def _modes_text(names: Sequence[str], modes: Mapping[str, Any]) -> str:
     return "all modes" if is_all else ", ".join(names)
 
 
-# A tree: a table per role, a column per group of modes with equal results.
+# A tree: a table per role, with a column per group of modes with equal results.
 
 
 def tree_lines(answers: Sequence[ExplainedTensor], *, width: int) -> list[str]:
@@ -323,7 +323,7 @@ def _tensor_row(
     for at, names in enumerate(columns):
         placement, count = _cells(answer, names[0])
         same = at > 0 and (placement, count) == first
-        # Two columns may be equal here, because these modes differ in other tensors.
+        # Two columns may be equal in this row, because their modes differ in other rows.
         row.append("=" if same else placement)
         if sized:
             row.append("=" if same and count else count)

@@ -1,7 +1,7 @@
 """`--fix` of `check` and `plan`: make the edits that the findings on a strategy file propose.
 
-Comments and the order of the keys stay. The edited strategy is then tried, and every result that
-existed before must stay the same.
+Comments and the order of the keys stay. The edited strategy is then checked or planned again. Every
+tensor or program that had no problem before must still have the same specs or the same plan.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def set_value(text: str, table: KeyPath, key: str, value: str | int) -> str:
     return result
 
 
-# A misspelled name hides other mistakes, so a file is tried again after each round of edits.
+# A misspelled name hides other mistakes, so a file is checked again after each round of edits.
 _ROUNDS: Final = 8
 # What a diff adds is green, and what it removes is red.
 MARKS: Final = {r"^\+.*": "green", r"^-.*": "red"}
@@ -137,8 +137,7 @@ def add_fix_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--fix",
         action="store_true",
-        help="first edit the last .toml file of each strategy as its fixes say (needs the extra "
-        "fix)",
+        help="first edit the last .toml file of each strategy as its fixes say (needs tomlkit)",
     )
     command.add_argument(
         "--dry-run", action="store_true", help="with --fix: show the edits, and write nothing"
@@ -155,19 +154,20 @@ def check_fix_options(arguments: argparse.Namespace) -> None:
         raise StrategyError("--dry-run is used with --fix, which is not given", fix="add --fix")
     if arguments.fix and arguments.json:
         fix = "run --fix first, then --json without it"
-        raise StrategyError("--fix prints a difference, which --json has no place for", fix=fix)
+        raise StrategyError("--fix prints a difference, which is not JSON", fix=fix)
 
 
 def fix_file(
     text: str, try_with: Callable[[Strategy], Tried], *, devices: int | None, dry: bool
 ) -> Fixed:
-    """Edit the last TOML file of a strategy until no finding names another edit.
+    """Edit the last TOML file of a strategy until no finding proposes another edit.
 
     Args:
       text: The strategy, such as `fsdp_tp | mine.toml`.
       try_with: Checks or plans with a strategy. It may raise an error, such as for a mesh that does
         not fit.
-      devices: Number of devices, to which a mesh may be fitted.
+      devices: Number of devices. If the mesh does not fit this number, one size of the mesh may be
+        edited.
       dry: Whether the file is only read.
 
     Raises:
@@ -220,13 +220,14 @@ def fix_file(
 
 
 def _edits(findings: Sequence[Finding], strategy: Strategy | None, file: str) -> Iterator[Edit]:
-    """Yield the edit of each finding that has one, those that depend on line numbers first."""
+    """Yield the edits that findings propose. Edits that depend on line numbers come first."""
     for finding in findings:
         source, _, line = finding.source.rpartition(":")
         if isinstance(finding.edit, Rename) and source == file:
             old, new = finding.edit.old, finding.edit.new
             yield functools.partial(rename, line=int(line), old=old, new=new)
-    # A rule's own fallback would override a policy that resolves conflicts or sizes.
+    # If the policy already resolves conflicts or sizes, add no fallback to a rule, because the
+    # fallback would override the policy.
     if strategy is None or not _is_strict(strategy):
         return
     edits: dict[tuple[Any, ...], Edit] = {}
@@ -248,7 +249,7 @@ def _setter(table: tuple[str, ...], key: str, value: str | int) -> Edit:
 def _is_strict(strategy: Strategy) -> bool:
     try:
         policy = strategy.compile().policy
-    except ShardingError:  # an unknown name, which only a file with [mesh] would report earlier
+    except ShardingError:  # an unknown name; it is found earlier only if the file has [mesh]
         return False
     return (
         policy.conflict is Conflict.ERROR
@@ -259,7 +260,7 @@ def _is_strict(strategy: Strategy) -> bool:
 
 
 def _mesh_edits(strategy: Strategy, devices: int | None) -> Iterator[Edit]:
-    """Yield another size of one mesh axis, so that the mesh divides the number of devices."""
+    """Yield an edit of the size of one mesh axis, after which the mesh fits the devices."""
     sizes = {axis: size for axis, size in strategy.mesh.items() if size != INFER}
     if devices is None or strategy.dcn or not sizes:
         return

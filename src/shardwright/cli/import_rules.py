@@ -48,7 +48,8 @@ examples:
   shardwright import rules rules.yml --mesh data:2,model:4 --name embed=EMBED:param
 
 exit codes: 0 imported;
-{EXIT_CODES}, a rule that cannot be imported, or the file exists."""
+{EXIT_CODES}, a rule cannot be imported, or
+the file to write exists."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -138,7 +139,8 @@ def _next_steps(imported: Imported, arguments: argparse.Namespace) -> list[str]:
     own = [
         name
         for name, target in imported.names.items()
-        # A name without an axis of the vocabulary maps to LOGICAL_NAME, which models must write.
+        # A name without an axis of the vocabulary maps to LOGICAL_NAME. Models must annotate with
+        # this axis.
         if _axis_of(target) == canonical_axis(f"logical_{name}")
     ]
     if own:
@@ -262,8 +264,8 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def commented(imported: Imported, name: str) -> str:
-    """Return the text of a strategy file, with notes on top and a comment with the place of each
-    rule.
+    """Return the text of a strategy file, with notes on top. A comment behind each rule names the
+    file and line that the rule comes from.
     """
     head = [f"Imported from {name}.", *(f"note: {note}" for note in imported.notes)]
     comments = [line for text in head for line in _filled(text, 96)]
@@ -271,13 +273,13 @@ def commented(imported: Imported, name: str) -> str:
 
 
 def _with_places(imported: Imported) -> Iterator[str]:
-    """Yield the lines of a strategy file, with a comment that names the place of each rule."""
+    """Yield the lines of a strategy file. A comment names the source file and line of each rule."""
     section: tuple[str, ...] = ()
     counts: dict[str, int] = {}
     for line in imported.strategy.dumps().rstrip("\n").split("\n"):
         if line.startswith("[["):
             name = line.strip("[]")
-            # In the place of an entry of `[[tensors]]`, the second part is its number: `tensors.0`.
+            # In the key path of an entry of `[[tensors]]`, its number comes second: `tensors.0`.
             counts[name] = counts.get(name, -1) + 1
             section = (name, str(counts[name]))
         elif line.startswith("["):

@@ -21,6 +21,7 @@ MODEL is file.py:function, a function of parameters and arrays. It is traced onc
 computed. --params names a function of the same file, without arguments or of a PRNG key, that
 returns the parameters. Each --input gives the dtype, the shape and the axes of an array, in the
 order of the function's arguments: _ for a dim that is not sharded, ? for one of unknown axis.
+Open dims are dims whose axis the model does not show.
 
 examples:
   shardwright infer model.py:forward --params init --input "int32[8,32] BATCH LENGTH"

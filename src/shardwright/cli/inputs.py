@@ -50,7 +50,7 @@ def read_axes(words: Sequence[str]) -> Any:
     >>> read_axes(["BATCH", "_", "dp+fsdp"])
     ('__BATCH__', '_', ('__DATA_PARALLEL__', '__FULLY_SHARDED_DATA_PARALLEL__'))
     """
-    # A comma is a space, so `BATCH,LENGTH` is two words as in Python.
+    # A comma separates words like a space, so `BATCH,LENGTH` is two words.
     dims = [word for text in words for word in text.replace(",", " ").split()]
     if dims == ["()"]:
         return ()
@@ -128,8 +128,8 @@ def read_shape(text: str) -> tuple[int, ...]:
 
 
 def _whole(text: str) -> int | None:
-    """Return an integer that can be a size, or None. (`int` raises an error for very long text.)"""
-    # 2**63 has 19 digits.
+    """Return the integer that a text spells, or None if it cannot be the size of a dim."""
+    # 2**63 has 19 digits. `int` raises an error for a very long text.
     if not re.fullmatch(r"[0-9]{1,19}", text) or int(text) > MOST_ELEMENTS:
         return None
     return int(text)
@@ -157,8 +157,8 @@ class Setting:
     dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def on(self, topology: Topology) -> Topology:
-        """Return a topology with the sizes of the mesh axes across its slices."""
-        # A mesh axis whose size in `dcn` is 1 does not cross slices.
+        """Return a topology that has, for each mesh axis, the number of slices that it crosses."""
+        # A mesh axis whose size in `dcn` is 1 stays within a slice.
         crossing = {axis: part for axis, part in self.dcn.items() if part > 1}
         return dataclasses.replace(topology, crossing=crossing)
 
@@ -202,7 +202,7 @@ def make_setting(combined: Any, label: str, *, mesh: str | None, devices: int | 
     dcn = dict(combined.dcn)
     if mesh is not None:
         # `mesh` replaces the mesh of the strategy, also between slices. `zip` is not strict,
-        # because `dcn` of a mesh of one slice is empty.
+        # because `spec.dcn` is empty if the mesh has only one slice.
         spec = parse_mesh(mesh)
         dcn = dict(zip(spec.names, spec.dcn, strict=False))
     return Setting(manager=manager, strategy=label, combined=combined, dcn=dcn)
@@ -212,7 +212,7 @@ def read_slice(name: str | None, hardware: str | None) -> Topology | None:
     """Return the slice of `--topology`, with the chips of `--hardware`. None without `--topology`.
 
     Raises:
-      ShardingError: There is no such slice, or there are chips without a slice.
+      ShardingError: There is no such slice, or `--hardware` is given without `--topology`.
     """
     if name is not None:
         from shardwright.plan.hardware import parse_topology, read_hardware
@@ -252,9 +252,10 @@ def strategy_label(text: str) -> str:
 
 
 def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> MeshSpec | None:
-    """Return the mesh of a text, or else the strategy's own mesh on a number of devices.
+    """Return the mesh that a text describes.
 
-    Without a text, return None if the strategy has no mesh or the number of devices is not given.
+    Without a text, return the strategy's own mesh. If the strategy has no mesh, or if the number of
+    devices is not given, return None.
 
     Raises:
       MeshSpecError: The mesh cannot be read, or does not fit the number of devices.
@@ -270,9 +271,9 @@ def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> Mesh
 
 
 def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) -> AbstractMesh:
-    """Return the mesh of a text, or else the strategy's own mesh, as an abstract mesh.
+    """Return an abstract mesh: the mesh that a text describes, or else the strategy's own mesh.
 
-    Its axes have the types of the strategy.
+    The types of the mesh axes (Auto, Explicit or Manual) are those in the strategy.
 
     Raises:
       MeshSpecError: The mesh cannot be read, or a size is unknown.
@@ -281,7 +282,7 @@ def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) 
         raise MeshSpecError(f"strategy {label} has no [mesh]", fix="give a mesh: --mesh dp:2,tp:4")
     source: Any = text if text is not None else dict(strategy.mesh)
     spec = parse_mesh(source)
-    # Raise here, because the fix of `abstract_mesh` would name its argument, and not the option.
+    # Raise here, because the fix of `abstract_mesh` would name its argument, not `--devices`.
     if devices is None and INFER in spec.sizes:
         where = f" in strategy {label}" if text is None else ""
         name = spec.names[spec.sizes.index(INFER)]
@@ -289,7 +290,7 @@ def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) 
         raise MeshSpecError(what, fix="add --devices 8, or give all sizes: --mesh dp:2,tp:4")
     types: Any = strategy.axis_types
     if text is not None and not isinstance(types, str):
-        # Another mesh may lack mesh axes of the strategy.
+        # The mesh of the text may lack mesh axes of the strategy.
         types = {name: each for name, each in types.items() if name in spec.names}
     built = abstract_mesh(source, devices=devices, axis_types=types)
     if built.size > MOST_ELEMENTS:

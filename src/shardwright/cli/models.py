@@ -27,7 +27,7 @@ from shardwright.vocabulary.modes import MODE_TRAIN
 
 _INPUT = re.compile(r"\s*([a-z0-9_]+)\[([0-9, ]*)\](.*)")
 _AXIS = re.compile(r"\?|[A-Za-z_][A-Za-z0-9_]*")
-_OWN = "an axis of your own is declared in a strategy: [axes], and --strategy FILE"
+_OWN = "declare an axis of your own in [axes] of a strategy, and pass --strategy FILE"
 _INPUT_EXAMPLE = '--input "int32[8,32] BATCH LENGTH"'
 
 
@@ -100,13 +100,13 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> NamedModel:
     with user_code(f"{file}:{params}"):
         required = [
             argument
-            # Leave optional arguments out: an optional argument may be a dtype, and not a key.
+            # Give no key to an optional argument, which may be a dtype, for example.
             for argument in inspect.signature(init).parameters.values()
             if argument.default is argument.empty
             and argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
         ]
         key = [jax.random.key(0)] if required else []
-        # `jax.eval_shape` returns arrays only, so `_arrays` keeps all other leaves.
+        # `jax.eval_shape` returns arrays only, so `_arrays` puts all other leaves into `result`.
         shapes = jax.eval_shape(lambda *keys: _arrays(init(*keys), result), *key)
     # `eval_shape` traces the function once, so it puts one value into the list.
     (found,) = result
@@ -165,9 +165,10 @@ _ARRAY = object()
 
 
 def _arrays(params: Any, result: list[_Params]) -> list[Any]:
-    """Return the arrays of parameters, and put all other leaves into a list."""
+    """Return the arrays of a tree of parameters. Append its other leaves to `result`."""
     leaves, tree = jax.tree.flatten(params, is_leaf=is_array_spec)
-    # As an array, a number such as a probability would be a tracer, on which no model can branch.
+    # A number, such as a probability, is not an array: it would be traced, and no model could
+    # branch on it.
     fixed = (bool, int, float, complex, str)
     is_array = [
         not (is_array_spec(leaf) or callable(leaf) or isinstance(leaf, fixed)) for leaf in leaves
@@ -184,12 +185,12 @@ def infer_model(
 
     Args:
       model: The model.
-      sizes: Size, or place of a dim -> axis.
+      sizes: Axes of dims. A key is the size of dims, or the place of one dim.
       own_axes: Axes that strategies declare in addition to the vocabulary.
 
     Raises:
       UnknownAxisError: An input or a size names an axis that does not exist.
-      StrategyError: The model raises.
+      StrategyError: The model raises an error.
     """
     places = [
         (f"--input {at}", axis)
@@ -221,8 +222,8 @@ def infer_on_one_device(
 ) -> Inferred:
     """Infer under a manager on one device, because models may call `shard` and `gather`.
 
-    The mesh axes are Auto, or Explicit if JAX refuses the model on Auto axes, as it refuses
-    `out_sharding=`.
+    The mesh axes are Auto. If JAX refuses the model on Auto axes, because of `out_sharding=` for
+    instance, the mesh axes are Explicit.
 
     Args:
       infer: The inference, which traces the model.
@@ -249,7 +250,7 @@ def _manager(own_axes: Collection[str], mode: str, axis_types: AxisTypes) -> Par
     names = [file_name(axis) for axis in own_axes]
     own = {"axes": dict.fromkeys(names, "own"), "rules": dict.fromkeys(names, "-")}
     strategy = Strategy.preset("fsdp_tp") | Strategy.model_validate(own)
-    # Sizes of 1, so that no rule fails on an indivisible dim while the model is traced.
+    # Every mesh axis has size 1, so that no rule fails on an indivisible dim during the trace.
     mesh = abstract_mesh(dict.fromkeys(strategy.mesh, 1), axis_types=axis_types)
     return PartitionManager(strategy, mesh=mesh, mode=mode)
 

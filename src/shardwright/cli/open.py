@@ -31,9 +31,10 @@ from shardwright.vocabulary.modes import mode_name
 
 _EPILOG = f"""\
 MODEL is file.py:function or a config.json, as for `shardwright plan`. The page has sliders for the
-mesh, the memory and the traffic of each candidate, and the rule behind each dim of each tensor. It
-is one file, which loads nothing. With --topology, the candidates are those of `shardwright search`,
-and those that do not fit. With --mesh, they are the given strategies on the given meshes.
+mesh. It shows the memory and the traffic of each candidate, and the rule behind each dim of each
+tensor. The page is one file that loads no other file. With --topology, the candidates are those of
+`shardwright search`, and those that do not fit. With --mesh, they are the given strategies on the
+given meshes.
 
 examples:
   shardwright open config.json --topology v5p:4x4x4
@@ -55,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         "--mesh",
         action="append",
         metavar="M",
-        help="plan this mesh and do not search, such as fsdp:16,tp:4; repeat the option for more",
+        help="plan this mesh, such as fsdp:16,tp:4, and do not search; repeat the option for more",
     )
     command.add_argument(
         "--candidates",
@@ -95,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
         variants = read_variants(arguments, topology.devices, notes)
         progress = ProgressLine()
         groups = mode_groups(arguments, next(iter(variants.values())))
-        # To find the best candidates, a search plans more of them than the page shows, which takes
-        # longer.
+        # Plan no more programs than the page shows. A search that plans more of them may find
+        # better candidates, but takes longer.
         reports, errors = search_groups(
             arguments,
             topology,

@@ -117,7 +117,9 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
     add_strategy(command, required=True)
     add_mesh(command)
     command.add_argument(
-        "--topology", metavar="T", help="what the mesh is on: v5p:4x4x4, or 16xh100:8"
+        "--topology",
+        metavar="T",
+        help="slice, or hosts of GPUs, of the mesh: v5p:4x4x4, or 16xh100:8",
     )
     command.add_argument(
         "--hardware", metavar="FILE", help="a .toml file that adds chips, or replaces their values"
@@ -140,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_verify_options(arguments, topology)
     check_fix_options(arguments)
     devices = arguments.devices if topology is None else topology.devices
-    # A .json file is a configuration, or a file of tensors.
+    # A .json file is the configuration of a model, or a file of tensors.
     is_tensors = arguments.model.endswith((".toml", ".json")) and not is_config(arguments.model)
     if arguments.fix:
         code = _fix(arguments, devices, is_tensors=is_tensors)
@@ -202,7 +204,7 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
     pattern = None if arguments.cache is None else compile_pattern(arguments.cache)
     manager = setting.manager.for_mode(mode)
 
-    # A function, because the advice counts the state under other rules too.
+    # `count` is a function, because the advice counts the state under other rules too.
     def count(manager: PartitionManager) -> StateBytes:
         return count_tensors(
             manager,

@@ -30,7 +30,7 @@ from shardwright.vocabulary.units import bytes_text
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-_LARGE: Final = 0.05  # other rules are named if they save this share of the chip's memory
+_LARGE: Final = 0.05  # other rules are named if they save more than this share of chip memory
 
 
 def too_large_text(

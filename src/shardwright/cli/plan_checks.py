@@ -28,7 +28,8 @@ class Forbidden:
       text: The text on the command line.
       kind: Kind of collective, or None for every kind.
       mode: Mode, or None for every mode.
-      more_than: Bytes that one device may send in all runs of one collective of the program.
+      more_than: Number of bytes that a device may send in all runs of one collective. If a device
+        sends more, the collective is forbidden.
     """
 
     text: str
@@ -106,7 +107,7 @@ def read_limit(text: str) -> Limit:
 def copies_breach(limit: Limit, state: StateBytes) -> str:
     """Return how the copies in a state exceed a limit, or "" if they do not.
 
-    If the limit is a share, it refers to the bytes on all devices.
+    A limit that is a share is a share of the bytes on all devices.
     """
     held = state.stored
     if limit.share is not None and held.replicated_share > limit.share:
@@ -119,7 +120,7 @@ def copies_breach(limit: Limit, state: StateBytes) -> str:
 def memory_breach(limit: Limit, most: int, usable: int | None) -> str:
     """Return how a peak exceeds a limit, or "" if it does not.
 
-    If the limit is a share, it refers to the usable bytes of the chip.
+    A limit that is a share is a share of the usable bytes of the chip.
 
     Args:
       limit: The limit.

@@ -166,7 +166,7 @@ def _breaches(
     reports: Mapping[str, PlanReport],
     verified: Mapping[str, Verification],
 ) -> Iterator[Breach]:
-    """Yield each forbidden collective of the compiled programs, or of plans if not compiled."""
+    """Yield the forbidden collectives of each compiled program, or else of its plan."""
     for mode, report in reports.items():
         collectives: tuple[Event | Collective, ...] = report.events
         # A program that the compiler refuses has no collectives to check, so those of the plan are

@@ -135,7 +135,7 @@ def _copy(preset: str, path: Path, *, name: str | None, force: bool) -> Path:
         # Render the line, because a name may have quotes or backslashes.
         line = files.render({"name": name}, format="toml").rstrip("\n")
         text = files.preset_text(preset)
-        # A function, because `sub` would read backslashes in a replacement text.
+        # Pass a function, because `sub` would interpret the backslashes of a replacement text.
         text = re.sub(r"^name = .*$", lambda _: line, text, count=1, flags=re.MULTILINE)
         return files.write_text(path, text, overwrite=force)
     from shardwright.strategy.model import Strategy

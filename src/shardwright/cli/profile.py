@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
         "--rows",
         type=read_count,
         metavar="N",
-        help="show the N largest rows of collectives and of lines (default: 10)",
+        help="show the N largest rows of collectives and of source lines (default: 10)",
     )
     add_output(command)
     return command

@@ -36,7 +36,7 @@ def plan_program(
       file: The file in which the user changes rules, for the fixes of problems.
 
     Raises:
-      StrategyError: The function raises.
+      StrategyError: The function raises an error.
       FoundError: An array has no spec, or the plan has another problem.
     """
     with finding_problems(file), user_code(label):
@@ -76,7 +76,7 @@ def read_programs(
     """
     options = options or {}
     programs: Mapping[str, Any]
-    # A file of tensors is refused later: it is not file.py:function.
+    # `read_function` refuses a file of tensors: it is not file.py:function.
     if is_config(model):
         programs, lines = read_reference(model, options, devices=devices)
         if notes is not None:

@@ -66,8 +66,8 @@ def parser() -> argparse.ArgumentParser:
         type=read_count,
         default=WALKS,
         metavar="N",
-        help=f"plan at most N programs: the fastest ones by a closed form, and those with the "
-        f"smallest state (default: {WALKS})",
+        help=f"plan at most N programs: those that a quick estimate ranks fastest, and those with "
+        f"the smallest state (default: {WALKS})",
     )
     command.add_argument(
         "--out",
@@ -197,7 +197,7 @@ def run(arguments: argparse.Namespace) -> int:
                 lines += ["", *verified_text(verified[name], width=width).split("\n")]
             lines += [f"wrote {file}" for file in written[name]]
         print_lines(lines[1:])
-        # The front is sorted: first the candidates that fit, and among these the fastest.
+        # The front is sorted: candidates that fit come first, the fastest of them at the top.
         best = [report.front[0] for report in reports.values() if report.front]
         # The weights move from the candidate of train to the candidate of the other modes.
         if len(best) == 2:
@@ -231,7 +231,7 @@ def search_groups(
     walks: int,
     keep_large: bool = False,
 ) -> tuple[dict[str, SearchReport], dict[str, ShardingError]]:
-    """Search for each group of modes. Return the results, and the errors of the other groups.
+    """Search for each group of modes. Return the results and the errors, both by group.
 
     Raises:
       ShardingError: An option is invalid, or every group has an error.
@@ -300,9 +300,9 @@ def _stoppable(show: ProgressLine) -> Iterator[Callable[[object], bool]]:
 
 @contextlib.contextmanager
 def _fewer_collections() -> Iterator[None]:
-    """Run Python's collector of cyclic garbage less often: it took a tenth of the time.
+    """Run Python's collector of cyclic garbage less often: it took a tenth of the search time.
 
-    Traces and plans are some million objects, which live as long as the search does.
+    Traces and plans consist of about a million objects, which live as long as the search does.
     """
     before = gc.get_threshold()
     gc.set_threshold(50_000, 5, 5)

@@ -22,7 +22,7 @@ SEVERITIES: Mapping[str, str] = {
 
 
 def width_of(width: int | None) -> int:
-    """Return the characters per line: as given, else the terminal's, else the default."""
+    """Return the number of characters per line: as given, else the terminal's, else a default."""
     if width is not None:
         return width
     try:
@@ -32,7 +32,10 @@ def width_of(width: int | None) -> int:
 
 
 def print_lines(lines: Iterable[str], *, marks: Mapping[str, str] | None = None) -> None:
-    """Print lines, escaped. `marks` maps patterns to the styles that terminals with colors show."""
+    """Print lines, with escapes for characters that are not printable.
+
+    `marks` maps patterns to the styles that terminals with colors show.
+    """
     lines = map(visible, lines)
     console = _console()
     if console is None or not marks:

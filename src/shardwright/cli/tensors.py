@@ -29,8 +29,8 @@ _EXAMPLE = (
 def read_tensors(name: str) -> tuple[Tensor, ...]:
     """Read a file of named tensors, in the order of the file.
 
-    A table with `axes` is a tensor; any other table is a level of the tree. `role` and `dtype`
-    apply to everything below them.
+    A table with `axes` is a tensor; any other table is a level of the tree. `role` and `dtype` of a
+    level apply to all tensors below it.
 
     Raises:
       StrategyError: Every problem of the file, each with file, line and key path.

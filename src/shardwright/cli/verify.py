@@ -76,7 +76,7 @@ def check_verify_options(arguments: argparse.Namespace, topology: Topology | Non
 
 
 def prepare_compiler(topology: Topology | None, platform: Any = None) -> None:
-    """Check that the compiler is installed, before anything is traced, and export on the CPU.
+    """Check, before anything is traced, that the compiler is installed. Let JAX export on the CPU.
 
     Raises:
       StrategyError: The compiler is not installed.
@@ -96,7 +96,8 @@ def verify_programs(
 ) -> tuple[dict[str, Verification], list[str]]:
     """Compile each program. Return the verifications by mode, and a text for each failure.
 
-    If a worker dies, only its program is not verified. All plans are still shown.
+    Each program is compiled in a process of its own. If this process dies, only its program is not
+    verified, and all plans are still shown.
     """
     verified: dict[str, Verification] = {}
     failures = []

@@ -13,7 +13,7 @@ from shardwright.vocabulary.units import bytes_text, seconds_text
 
 _HEAD = ("on each device", "before", "after", "change")
 _TRAFFIC = ("collective", "over", "axis", "times", "sent before", "sent after", "where")
-_MOVED = 5  # number of moved lines that are named
+_MOVED = 5  # number of moved source lines that are named
 
 
 def changes_text(comparison: PlanComparison, *, rows: int | None = None, width: int = WIDTH) -> str:
@@ -47,7 +47,7 @@ def changes_text(comparison: PlanComparison, *, rows: int | None = None, width: 
 
 
 def _moved_lines(comparison: PlanComparison) -> list[str]:
-    """Return one line that lists the lines of the model whose line numbers changed, or no line."""
+    """Return one line of text, with the source lines whose numbers changed, or nothing."""
     places = [_place_text(old, new) for old, new in comparison.moved.items()]
     more = f" and {len(places) - _MOVED} more" if len(places) > _MOVED else ""
     return [f"moved: {', '.join(places[:_MOVED])}{more}"] if places else []
@@ -80,7 +80,7 @@ def _share_text(change: QuantityChange) -> str:
     """Return the change in percent, or as a factor if it is above 2.
 
     Returns:
-      "" if a value is not a number, or if the left value is 0.
+      "" if a value is not a number, or if `before` is 0.
     """
     before, after = change.before, change.after
     if isinstance(before, str) or isinstance(after, str) or not before or after is None:

@@ -53,7 +53,8 @@ def collectives_text(
 def over_text(collective: Collective) -> str:
     """Return the mesh axes of a collective as text.
 
-    `dp+tp` is two axes, `tp (2 devices)` a part of an axis, and `dp (dcn)` crosses slices.
+    `dp+tp` means two axes, and `tp (2 devices)` a part of one axis. `dp (dcn)` means that the
+    collective crosses slices.
     """
     axes = "+".join(collective.mesh_axes)
     if collective.between_slices:
@@ -68,7 +69,7 @@ def _row_key(collective: Collective) -> tuple[str, ...]:
         if collective.dtype == collective.wire_dtype
         else f"{collective.dtype} (as {collective.wire_dtype})"
     )
-    # `unsure` is part of the key: a sure number of runs and a bound have no common sum.
+    # `unsure` is part of the key, because an exact number of runs and an upper bound have no sum.
     if collective.count is None:
         unsure = "?"
     else:
@@ -84,7 +85,7 @@ def _row_key(collective: Collective) -> tuple[str, ...]:
 
 
 def _weight(group: Sequence[Collective]) -> int:
-    # A loop whose end depends on data counts as one run, so that it has a place in the order.
+    # A collective in a loop of unknown length counts as one run, so that the group can be sorted.
     return sum(
         collective.logical_bytes if collective.total_bytes is None else collective.total_bytes
         for collective in group

@@ -1,6 +1,7 @@
 """Show plans of several candidates as one HTML page, where a reader chooses and compares plans.
 
-The page is one file that loads nothing. It has its data as JSON; `explore.js` draws them.
+The page is one file that loads no other file. It contains the data as JSON, and the script
+`explore.js`, which draws the data.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ def _plan(
     report: PlanReport, tensors: list[list[Any]], pools: Mapping[str, _Pool]
 ) -> dict[str, Any]:
     memory, time, texts = report.memory, report.time, pools["texts"]
-    # Parts are named as in the text of a plan. Here, the time of the whole run comes first.
+    # The parts of the time have the same names as in the text of a plan. Here, the time of the
+    # whole run comes first.
     spans: list[tuple[str, float, float, str]] = []
     if time is not None and report.layout is not None:
         *parts, whole = time_rows(time, report.layout)
@@ -215,7 +217,7 @@ def _tensors(
 ) -> list[list[Any]]:
     """Return a row per kind of array: tensor, number of arrays, bytes of each, decisions of dims.
 
-    Arrays of one row differ only in the numbers of their paths, such as the layers of a model.
+    Arrays of one row differ only in the numbers in their paths, such as the number of the layer.
     """
     # Candidates may share a walk, whose report then names the rules of another strategy. So take
     # the decisions from the candidate's own manager. `zip` leaves out the gradients, which come
@@ -299,7 +301,7 @@ def _decision(decision: DimDecision) -> dict[str, Any]:
 def _decisions(
     source: ShardingRequest | NamedSharding | None, leaf: StateLeaf, manager: PartitionManager
 ) -> list[dict[str, Any]]:
-    """Return the decision of each dim of an argument, or what its own sharding says."""
+    """Return a decision for each dim of an argument, also if it has a sharding of its own."""
     if isinstance(source, ShardingRequest):
         return [_decision(decision) for decision in manager.answer(source).decisions]
     spec = () if leaf.bytes.spec is None else leaf.bytes.spec.partitions

@@ -58,7 +58,7 @@ def checkpoint_text(
 
 
 def _kinds(cells_by_name: Mapping[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return one row for all tensors that differ only in the numbers of their names."""
+    """Return one row for each group of tensors that differ only in the numbers in their names."""
     counts: dict[tuple[str, ...], int] = {}
     for name, cells in cells_by_name.items():
         row = (_NUMBER.sub("*", name), *cells)

@@ -74,7 +74,7 @@ def grid(
       caption: Text under the picture.
       rows: Names on the left of the rows. Defaults to none.
       columns: Names above the columns. Defaults to none.
-      at: Number of this picture, and the number of pictures. Their colors differ.
+      at: Number of this picture, and how many pictures there are. Pictures have different colors.
     """
     left, top = _WIDTH if any(rows) else 0, _HEIGHT * 2 // 3 if any(columns) else 0
     count = len(cells) * len(cells[0])
@@ -111,7 +111,7 @@ def grid(
 
 
 def _text(x: int, y: int, text: str, anchor: str = "middle") -> str:
-    # Longer texts, such as large numbers of devices, would run into the next cell.
+    # Squeeze a longer text, such as a list of devices, because it would run into the next cell.
     squeezed = f' textLength="{_WIDTH - 8}" lengthAdjust="spacingAndGlyphs"'
     return (
         f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="11" fill="currentColor"'

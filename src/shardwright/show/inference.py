@@ -33,7 +33,8 @@ def inferred_text(inferred: Inferred, *, form: Form = "table", width: int = WIDT
 
     Args:
       inferred: The result.
-      form: `table`; `summary`, which leaves out what is sure; or `toml`, the path rules.
+      form: `table`; `summary`, which leaves out arrays whose axes are all sure; or `toml`, the path
+        rules.
       width: Characters per line of a table.
     """
     if form == "toml":
@@ -44,13 +45,13 @@ def inferred_text(inferred: Inferred, *, form: Form = "table", width: int = WIDT
 def table_text(inferred: Inferred, *, width: int, is_summary: bool) -> str:
     """Return a line per dim below the path of its array, the conflicts, and a line of totals.
 
-    Arrays of one shape and of the same axes whose paths differ only in a number, such as those of
-    layers, are one entry.
+    Arrays are one entry if they have the same shape and axes, and if their paths differ only in a
+    number, such as that of the layer.
 
     Args:
       inferred: The result.
       width: Characters per line.
-      is_summary: Leave out entries without guesses and open dims.
+      is_summary: Leave out entries without guesses and without open dims, which have no name.
     """
     rules = list(path_rules(inferred))
     if is_summary:
@@ -71,7 +72,7 @@ def table_text(inferred: Inferred, *, width: int, is_summary: bool) -> str:
             padded = [text.ljust(size) for text, size in zip(cell, widths, strict=True)]
             evidence = f"guess: {dim.evidence}" if dim.guess else str(dim.evidence)
             head = f"  {'  '.join(padded)}  "
-            # The next lines of the evidence are below its first one.
+            # Further lines of the evidence are below its first line.
             room = len(head) + max(width - len(head), _LEAST_ROOM)
             lines += wrap(evidence, room, first=head, rest=" " * len(head))
     lines += [conflict.text for conflict in inferred.conflicts]
@@ -174,8 +175,8 @@ def path_rules(inferred: Inferred) -> Iterator[PathRule]:
 def _counting(paths: Sequence[str], rows: Mapping[str, ReportRow]) -> frozenset[int]:
     """Return the positions, in similar paths, of the numbers that affect no shape and no axis."""
     every = frozenset(range(len(_NUMBER.findall(paths[0]))))
-    # First try all numbers, then all but one, starting with the last number. In
-    # `layers/3/heads/0/w` the layers usually agree, and the parts of a layer may differ.
+    # First try all numbers, then all but one, and leave out the last number first. In
+    # `layers/3/heads/0/w` the layers usually agree, and the heads of a layer may differ.
     for candidate in (every, *(every - {at} for at in sorted(every, reverse=True))):
         meanings: dict[str, set[Any]] = {}
         for path in paths:
@@ -246,5 +247,5 @@ def constrained_text(
         axes = " ".join(axis_text(axis) for axis in each.axes)
         shape = "x".join(map(str, each.shape))
         rows.append((each.source, each.kind, axes, shape, str(spec)))
-    # The layers of a model share their lines, and give equal rows.
+    # Layers that run the same source lines give equal rows. Show each row once.
     return "\n".join(table(list(dict.fromkeys(rows)), width=width))

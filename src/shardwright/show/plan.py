@@ -26,14 +26,14 @@ LIVE_HEAD: Final = ("at the peak", "values", "of each", "for", "where")
 STATE_HEAD: Final = ("state", "arrays", "per device", "on all devices", "copies")
 CAUSE_HEAD: Final = ("replicated over", "could save", "arrays", "rule", "why")
 _TIME_HEAD: Final = ("time", "at least", "at most", "assumed")
-_CAUSES: Final = 5  # number of shown rules that replicate state
+_CAUSES: Final = 5  # how many of the rules that replicate state are shown by default
 _VERDICTS: Final = {
     Verdict.FITS: "fits",
     Verdict.DOES_NOT_FIT: "does not fit",
     Verdict.CLOSE: "close: compile the program to know",
 }
-# Values that a program creates while it runs. Arguments, of all other kinds, are in the table of
-# state.
+# Values that a program creates while it runs. Values of all other kinds are arguments, which are in
+# the table of state.
 _MADE: Final = (TEMPORARY, LOOPS, RESULTS, CONSTANTS)
 
 
@@ -135,7 +135,7 @@ def cause_rows(state: StateBytes) -> list[tuple[str, ...]]:
 
 
 def _causes(state: StateBytes) -> list[tuple[int, int, tuple[str, str, str]]]:
-    """Return bytes that could be saved, number of arrays, and (mesh axis, rule, reason)."""
+    """Return, for each cause, the bytes to save, the arrays, and (mesh axis, rule, reason)."""
     saved: dict[tuple[str, str, str], list[int]] = {}
     for leaf in state.leaves:
         if leaf.category is Category.INPUTS or not leaf.bytes.shape:

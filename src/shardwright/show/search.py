@@ -19,6 +19,8 @@ from shardwright.vocabulary.units import bytes_text, seconds_text
 def search_text(found: SearchReport, *, rows: int | None = None, width: int = WIDTH) -> str:
     """Return text: the candidate to use, a table of the front, and how many others there are.
 
+    The front has the candidates that no other candidate beats in both time and memory.
+
     Args:
       found: The result.
       rows: How many candidates of the front to show. Defaults to all.
@@ -78,7 +80,7 @@ def count_lines(found: SearchReport) -> list[str]:
 
 
 def advice_lines(found: SearchReport, *, width: int = WIDTH) -> list[str]:
-    """Return which candidate to use, and what it reaches in each mode."""
+    """Return which candidate to use, and its speed in each mode."""
     best = found.best
     if best is None and STOPPED in found.dropped:
         return ["the search was stopped before it planned a candidate that fits"]
@@ -91,7 +93,7 @@ def advice_lines(found: SearchReport, *, width: int = WIDTH) -> list[str]:
         for mode in best.reports
     ]
     end = "it fits"
-    # A plan without a rule for a primitive may leave out some of its memory.
+    # If a plan has no rule for a primitive, the plan may leave out some memory of the program.
     if best.verdict is not Verdict.FITS or not best.complete:
         end = "it may not fit: --verify 1 compiles it"
     text = f"use {best.name} on {best.mesh}{settings}{variant}: {', '.join(rates)}; {end}"

@@ -168,8 +168,8 @@ def visualize(
     """Return a picture of which device holds which block. It is text in a terminal, SVG in Jupyter.
 
     The last two dims that are cut are rows and columns. If more dims are cut, there is a panel for
-    each block of the other cut dims. Devices of an array have their ids. Other devices are numbered
-    in the order of the mesh, the last mesh axis fastest.
+    each block of the other cut dims. Devices of an array are shown by their ids. Other devices are
+    numbered in the order of the mesh, the last mesh axis fastest.
 
     Args:
       x: An array, a `jax.ShapeDtypeStruct` with a sharding, a sharding, a `PartitionSpec`, or a
@@ -276,7 +276,7 @@ def _of_spec(
 
 
 def _of_indices(sharding: Any, shape: tuple[int, ...]) -> ShardPicture:
-    """Return the picture of a sharding without names, of one device or made by the compiler."""
+    """Return the picture of a sharding that names no mesh axes, such as that of one device."""
     starts = {
         device.id: tuple(index.start or 0 for index in indices)
         for device, indices in sharding.devices_indices_map(shape).items()

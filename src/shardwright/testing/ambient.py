@@ -28,8 +28,8 @@ def isolated() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # If the block failed, the leftover is probably a consequence, so its error is raised
-        # unchanged.
+        # If the block failed, what it left is probably a consequence. So raise the error of the
+        # block unchanged.
         _take_back(depth, mesh, legacy)
         raise
     if leftovers := _take_back(depth, mesh, legacy):
@@ -37,7 +37,7 @@ def isolated() -> Iterator[None]:
 
 
 def _take_back(depth: int, mesh: Mesh, legacy: int) -> list[str]:
-    """Restore the ambient mesh and managers; describe what was left, with a fix for each."""
+    """Restore the ambient mesh and managers. Return a text, with a fix, for each that was left."""
     leftovers = []
     while context.depth() > depth:
         leftovers.append(

@@ -41,7 +41,7 @@ def assert_sharding(x: Any, expected: Any) -> None:
     `assert_sharding(step(params, batch), state_shardings)`, `assert_sharding(y, P("dp"))`.
 
     Args:
-      x: an array or a tree; anything with a shape, a dtype and a sharding.
+      x: an array, or a tree of arrays or of other values with a shape, a dtype and a sharding.
       expected: a sharding, a `PartitionSpec` on the array's own mesh, or a tree of them. One entry
         may cover a whole subtree.
 
@@ -65,9 +65,9 @@ def assert_spec(
     `assert_spec(params, annotations, role="param")`, `assert_spec(y, P("dp"))`.
 
     Args:
-      x: an array or a tree; anything with a shape, a dtype and a sharding.
+      x: an array, or a tree of arrays or of other values with a shape, a dtype and a sharding.
       *axes: as for `shard`: axes, or one annotation, or a tree of annotations.
-      manager: Defaults to the ambient one. Literal specs need none.
+      manager: Defaults to the ambient manager. Literal specs need no manager.
       mode: runtime mode. Defaults to the manager's.
       role: Defaults to `param` for weight layouts, else to `activation`.
 
@@ -106,12 +106,12 @@ def assert_max_replicated(
       x: an array or a tree, or with `shardings` anything that has shapes and dtypes.
       shardings: a tree of shardings. One entry may cover a whole subtree. Defaults to the
         shardings of the arrays.
-      bytes: limit for the copies, in bytes over all devices. Full sharding would save these bytes.
+      bytes: limit for the copies, in bytes over all devices. Full sharding would need no copies.
       fraction: limit for the copies as a fraction of all bytes held. Eight devices that hold the
         same array give 7/8.
 
     Raises:
-      AssertionError: more is replicated. The message lists the arrays with the most copies first.
+      AssertionError: there are more copies. The message lists the arrays with most copies first.
       TypeError: `bytes` and `fraction` are both given, or neither is.
       ValueError: `fraction` is below 0 or above 1, or `bytes` is below 0.
       StrategyError: a leaf has no sharding, there are no leaves, or none is placed on a mesh.
@@ -196,11 +196,11 @@ def assert_collectives(
       axis: count only collectives over this mesh axis or semantic axis. If several axes are given,
         count only collectives over exactly these axes. Mesh axes of size 1 are ignored.
       bytes: logical bytes of the named kinds, or of all kinds if none is named, as an integer or a
-        `range`. Loops count once per trip. Bytes are counted with the element types that the
-        program has before XLA for CPU widens some of them. A program that is already compiled does
-        not show all of these types.
+        `range`. Bytes in a loop count once per trip. Bytes are counted with the element types that
+        the program has before XLA for CPU widens some of them. A program that is already compiled
+        does not show all of these types.
       mesh: Defaults to the manager's mesh, else to the mesh of the program's arguments and results.
-      manager: ambient while a function compiles. Defaults to the ambient one.
+      manager: the manager under which a function compiles. Defaults to the ambient manager.
       trips: number of trips of each loop whose end depends on data.
 
     Raises:
@@ -271,7 +271,7 @@ def assert_no_collectives(
       *args: arguments of a function.
       axis: a mesh axis or a semantic axis, or several. Defaults to all.
       mesh: Defaults to the manager's mesh, else to the mesh of the program's arguments and results.
-      manager: ambient while a function compiles. Defaults to the ambient one.
+      manager: the manager under which a function compiles. Defaults to the ambient manager.
 
     Raises:
       AssertionError: a collective runs.
@@ -309,9 +309,13 @@ def _count_text(kind: Kind, collectives: Sequence[Collective]) -> str:
 
 
 def _misfit(name: str, wanted: Count, found: int | None, text: str) -> list[str]:
-    """Return a line unless a number is as expected. The number is None in a loop of unknown length.
+    """Return a line about a wrong number, or nothing if the number is as expected.
 
-    `text` shows the number.
+    Args:
+      name: What is counted.
+      wanted: The expected number or range.
+      found: The number. It is None if it depends on a loop of unknown length.
+      text: The number as the line shows it.
     """
     expected = f"{wanted} expected"
     if isinstance(wanted, range):

@@ -21,8 +21,8 @@ kv_head = "tp | -"
 [modes.decode]
 query_length = "-"
 """
-# Meshes by name. The fourth has more tensor shards than kv heads, the sixth an odd number of shards
-# of the sequence.
+# Meshes by name. "tp > kv heads" has more devices along tp than most cases have kv heads. "odd sp"
+# has an odd number of shards of the sequence.
 MESHES = {
     "one": "dp:1",
     "dp": "dp:4",
@@ -46,8 +46,8 @@ class Case:
       options: Static arguments of `dot_product_attention`.
       arrays: Names of the arrays other than q, k and v.
       stored: Dtype of quantized k and v, or None.
-      coarse: Whether q and k are multiples of 1/4. A bias added to their scores is then rounded
-        in the same way by every implementation.
+      coarse: Whether q and k are multiples of 1/4. Every implementation then rounds the sum of a
+        score and a bias in the same way.
       spread: Standard deviation of the scores, `scale * q k^T`.
       slack: Factor by which the tolerances are multiplied.
     """
@@ -95,14 +95,14 @@ class Case:
         shuffled = np.arange(s, dtype=np.int32).reshape(6, -1)[[0, 5, 1, 4, 2, 3]].reshape(-1)
         rows = np.arange(s, dtype=np.int32)
         known: dict[str, Callable[[], Any]] = {
-            # Sorted, as packing makes them: each segment is one run of tokens.
+            # Sort the ids, because packing makes each segment one run of tokens.
             "segment_ids": lambda: np.sort(random.integers(0, 3, (b, t), np.int32)),
             "kv_segment_ids": lambda: np.sort(random.integers(0, 3, (b, s), np.int32)),
             "lengths": lambda: np.resize(
                 np.array([s - 3, s, 5, 9 if self.mode == "decode" else 0], np.int32), (b,)
             ),
             "positions": lambda: s - t + rows[:t] if self.mode == "decode" else shuffled,
-            # In decode, the rows of a ring: rotated, and some of them empty.
+            # In decode, positions of the rows of a ring buffer: rotated, and -1 for an empty row.
             "kv_positions": lambda: (
                 np.where(rows % 5 == 3, -1, (rows + 7) % s) if self.mode == "decode" else shuffled
             ),
@@ -125,7 +125,7 @@ class Case:
                 for name in ("k", "v")
                 for key, x in quantize_arrays(name, arrays[name], self.stored).items()
             }
-        # The call has one argument `bias` and one argument `mask`, whichever names the case uses.
+        # The call names its arguments `bias` and `mask`, whatever the case calls these arrays.
         arrays |= {
             "bias" if name.endswith("bias") else name.removeprefix("row_"): known[name]()
             for name in self.arrays
@@ -164,9 +164,9 @@ class Case:
 _HIDING = np.array(
     [-np.inf, DEFAULT_MASK_VALUE, np.finfo(np.float32).min, -3.3895314e38, -2.01e38], np.float32
 )
-# Rows of biases. First all keys are hidden, by one value or by several values. Then some keys are
-# hidden. Then all but the last key, which a causal mask hides from most queries. The last row hides
-# no key.
+# Rows of biases. The first rows hide all keys, by one value or by several values. The next rows
+# hide some keys. The row before the last one hides all but the last key, and a causal mask hides
+# that key from most queries. The last row hides no key.
 _HIDING_ROWS: tuple[Callable[[Any], Any], ...] = (
     *(
         functools.partial(lambda column, value: np.full(column.shape, value), value=value)
@@ -382,9 +382,9 @@ CASES = (
         options={"causal": True},
         arrays=("hiding_bias",),
     ),
-    # Large logits reveal an operand that is scaled and then rounded. Of these sizes, 80 and 128
-    # have scales that are not powers of two. In bfloat16, every implementation whose backward pass
-    # reads the rounded output needs the slack.
+    # Large logits reveal an operand that is scaled and then rounded. The head dims 80 and 128 have
+    # scales that are not powers of two. In bfloat16, an implementation needs the slack if its
+    # backward pass reads the rounded output.
     *(
         Case(
             name=f"large logits {dim}",

@@ -149,7 +149,7 @@ class AttentionConformance:
     def cells(cls) -> list[Cell]:
         """Return the cells to test.
 
-        By default, each case has two cells, with meshes, dtypes and axis types in turn.
+        By default, each case has two cells, which take the meshes, dtypes and axis types in turn.
         """
         if cls.every:
             return [
@@ -317,8 +317,8 @@ def _program(
 ) -> _LoweredCase:
     """Lower a function that returns the outputs by name.
 
-    With `gradients` it also returns the gradients of a loss by each float input. The loss
-    depends on every output.
+    With `gradients`, the function also returns the gradients of a loss with respect to each float
+    input. The loss depends on every output.
     """
     floats = {name: x for name, x in values.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     rest = {name: x for name, x in values.items() if name not in floats}
@@ -358,7 +358,7 @@ def _results(program: _LoweredCase, platform: str) -> dict[str, Any]:
 
 @functools.cache
 def _expected(case: Case, dtype: str) -> dict[str, Any]:
-    """Return the results of the oracle, unsharded, in float64, for inputs in their dtype."""
+    """Return the results of the oracle, computed in float64 from unsharded inputs in `dtype`."""
     arrays = dict(case.values(dtype))
     q, k, v = (arrays.pop(name) for name in ("q", "k", "v"))
     q, k, v = (
@@ -374,7 +374,7 @@ def _expected(case: Case, dtype: str) -> dict[str, Any]:
     exact = oracle.forward(operands, call.recipe)
     expected = {"o": turned(exact["o"]), **({"lse": exact["lse"]} if call.return_lse else {})}
     if case.mode == "train":
-        # Compute the cotangents of the loss in `_program`.
+        # Compute the cotangents that the loss in `_program` gives to the outputs.
         is_counted = ~np.isneginf(exact["lse"]) & call.return_lse
         dlse = np.where(is_counted, np.cos(np.where(is_counted, exact["lse"], 0.0)), 0.0)
         grads = oracle.backward(operands, call.recipe, do=turned(case.weights()), dlse=dlse)

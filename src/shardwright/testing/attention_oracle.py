@@ -14,7 +14,8 @@ import numpy as np
 from shardwright.attention.call import Arithmetic, Operands
 from shardwright.attention.parts.dropout import keep_factors
 
-# The bound of `masks`, at which a bias hides a pair, copied so that the oracle is independent.
+# A bias of at most this number hides its pair. `masks` has the same bound; it is repeated here, so
+# that the oracle is independent.
 _HIDING = np.float32(-2e38)
 
 
@@ -43,7 +44,7 @@ def forward(operands: Operands, recipe: Arithmetic) -> dict[str, Any]:
       recipe: The static part of the call.
 
     Returns:
-      `[batch, q_length, heads, v_dim]` and `[batch, heads, q_length]`.
+      `o` is `[batch, q_length, heads, v_dim]`, and `lse` is `[batch, heads, q_length]`.
     """
     softmax = _softmax(operands, recipe)
     _, v = _keys_and_values(operands)

@@ -63,8 +63,8 @@ def assert_same_as_unsharded(
       mesh: the mesh to set, for functions without a manager. Defaults to the mesh of the arguments.
       grad: compare gradients too.
       reference: runs on one device instead of `f`, without a manager or a mesh. If `f` contains a
-        `NamedSharding` of its mesh, a reference is required. If it contains only bare
-        `PartitionSpec`s, it is not.
+        `NamedSharding` of its mesh, a reference is required. If `f` contains only bare
+        `PartitionSpec`s, no reference is required.
       rtol: allowed difference, relative to the largest value of the array. Defaults to 2e-5 for
         float32 and 3e-2 for bfloat16.
       atol: allowed absolute difference, added to the relative one.
@@ -145,7 +145,7 @@ def _on_one_device(
         raise MeshSpecError("the mesh is abstract, so nothing can run", fix=fix)
     if plain:
         return _OneDevice(scope=contextlib.nullcontext, place=whole.devices.flat[0])
-    # The same axes with one device each, so that specs and axis names in the function stay valid.
+    # Keep the mesh axes, with one device each, so that specs and axis names in `f` stay valid.
     grid = np.asarray(whole.devices).reshape(-1)[:1].reshape((1,) * whole.devices.ndim)
     single_mesh = Mesh(grid, whole.axis_names, axis_types=whole.axis_types)
 
@@ -280,10 +280,10 @@ def _row(
     allowed = atol
     if jnp.issubdtype(array.dtype, jnp.inexact):
         # Errors of a sum grow with its summands, not with its result, which may be near zero. So
-        # the limit is relative to the largest value, not to each.
+        # the limit is relative to the largest value of the array, not to each value.
         finite = np.abs(b[np.isfinite(b)])
-        # A complex number rounds like its two parts; smaller types have at most three bits of
-        # mantissa.
+        # A complex number rounds like its two parts. Types that `_RTOL` lacks, such as float8, have
+        # at most three bits of mantissa.
         relative = _RTOL.get(str(np.zeros((), array.dtype).real.dtype), 0.1)
         allowed += (relative if rtol is None else rtol) * float(finite.max(initial=0.0))
     same = (a == b) | (np.isnan(a) & np.isnan(b))

@@ -44,14 +44,15 @@ class Golden:
 
     Attributes:
       folder: the folder of the golden files of the test's module.
-      test: the name of the file of a call without a name.
+      test: the name of the file if a call gives no name.
       update: write instead of comparing.
       command: the command that writes the test's files.
       case: text of the mesh, such as `dp2-tp4`. It is appended to the names that calls give, so
         that each mesh has its own files.
       parameters: the parameters in the test's id. They are not added to the names that calls give,
         so tests that differ only in parameters share these files.
-      rivals: the tests, this one included, that would use the same file by default.
+      rivals: all tests that would use the same file by default, this one included. Empty if there
+        is no other test.
       used: name → text of each file that the test has used.
       written: the names of the files that were written.
     """
@@ -216,7 +217,7 @@ def spec_table(tree: Any) -> str:
     without mesh axes of size 1 and without None at the end, so equivalent specs look the same.
 
     Raises:
-      GoldenError: an empty tree, or a leaf that is none of these.
+      GoldenError: the tree is empty, or a leaf is none of these.
     """
     __tracebackhide__ = True
     leaves = jax.tree_util.tree_leaves_with_path(

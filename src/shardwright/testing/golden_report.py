@@ -50,7 +50,7 @@ def _name(item: pytest.Item) -> str:
 
 
 def _rivals(item: pytest.Item) -> tuple[str, ...]:
-    """Return the tests of the module with the same default file; empty if there is only one."""
+    """Return the tests of the module with the same default file; empty if only one has it."""
     modules = item.config.stash.setdefault(_NAMES, {})
     # Compute this once per module: a search through all tests for each test takes quadratic time.
     if str(item.path) not in modules:
@@ -68,7 +68,7 @@ def _reports(item: pytest.Item) -> Any:
 def _names_part_of(path: Path, argument: str, config: pytest.Config) -> bool:
     """Tell whether an argument such as `module.py::test` names a part of a module.
 
-    An argument of `--pyargs`, such as `package.module::test`, may be part of any module.
+    An argument of `--pyargs`, such as `package.module::test`, may name a part of any module.
     """
     file, part, _ = argument.partition("::")
     named = (config.invocation_params.dir / file).resolve()

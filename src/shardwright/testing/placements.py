@@ -160,7 +160,8 @@ def wanted_by_annotation(
     problems: list[Problem] = []
     for leaf in annotated_leaves(x, annotations):
         shape = np.shape(leaf.value)
-        # A literal spec is compared without the policy, which could drop axes and so hide an error.
+        # Resolve a literal spec without the manager's policy, because the policy could drop axes
+        # and so hide an error.
         pm = literal if isinstance(leaf.annotation, PartitionSpec) else manager
         resolution = pm.explain(
             leaf.annotation, mode=mode, role=role, shape=shape, path=leaf.path or None
@@ -273,9 +274,9 @@ def _on_one_mesh(own: Any, wanted: Any) -> bool:
 
 
 def _differences(pair: Wanted) -> list[str]:
-    """Return the dims with different mesh axes, as `dim 1 HEAD: -, not tp`, and the other problems.
+    """Return each difference, such as `dim 1 HEAD: -, not tp` for the mesh axes of a dim.
 
-    Nothing if the array is sharded as expected.
+    Return nothing if the array is sharded as expected.
     """
     own, wanted = getattr(pair.value, "sharding", None), pair.sharding
     if own is None:
@@ -330,7 +331,7 @@ def _row(pair: Wanted) -> tuple[str, ...]:
 
 
 def sharding_text(sharding: Sharding | None) -> str:
-    """Return as text the spec of a sharding if it has one, else its kind."""
+    """Return the spec of a sharding as text, or the name of its class if it has no spec."""
     if isinstance(sharding, NamedSharding):
         return spec_text(sharding.spec)
     return "-" if sharding is None else type(sharding).__name__

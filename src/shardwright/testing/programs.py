@@ -26,8 +26,8 @@ from shardwright.vocabulary.axes import axis_label, canonical_axis
 
 Axis = str | Sequence[str]
 
-# By default XLA drops a conversion to bfloat16 and back. A collective between the two then moves
-# another type than the program says.
+# By default XLA drops a conversion to bfloat16 and back. A collective between these two conversions
+# then moves another type than the program says.
 _ALL_CONVERSIONS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
 
 
@@ -116,8 +116,8 @@ def read_program(
         or a sequence of `Collective`s.
       args: arguments of a function: arrays or `ShapeDtypeStruct`s.
       mesh: Defaults to the manager's mesh, else to the mesh of the program's arguments and results.
-      manager: ambient while a function compiles; maps mesh axes to semantic axes. Defaults to the
-        ambient one.
+      manager: the manager under which a function compiles; it maps mesh axes to semantic axes.
+        Defaults to the ambient manager.
       trips: number of trips of each loop whose end depends on data.
       own_types: report the element types that the program has before XLA for CPU widens some of
         them. This may compile the program a second time.
@@ -195,8 +195,8 @@ def _lowered(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
 def _may_hide_bfloat16(lowered: Any, compiled: Any, collectives: Sequence[Collective]) -> bool:
     """Tell whether XLA for CPU may have dropped the conversions that show bfloat16 collectives."""
     if (
-        # A widened collective shows bf16 as its dtype. If XLA dropped the conversions, both types
-        # are f32.
+        # A collective that XLA widened has the `dtype` bf16 and the `wire_dtype` f32. If XLA
+        # dropped the conversions, both are f32.
         not any(collective.dtype == collective.wire_dtype == "f32" for collective in collectives)
         or "bf16" not in lowered.as_text()
     ):

@@ -34,8 +34,8 @@ def assert_no_retrace(
 
     Args:
       f: a jitted function, or a function that calls jitted functions.
-      *calls: for each call its arguments, or a function that makes them from the last result. At
-        least two.
+      *calls: the arguments of each call, or a function that makes them from the result of the call
+        before. There must be at least two calls.
 
     Raises:
       AssertionError: a later call traced or compiled. The message has JAX's reasons and the
