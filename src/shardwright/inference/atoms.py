@@ -1,8 +1,8 @@
 """Dims as ordered factors, and which dims are the same.
 
-A dim is a tuple of atoms, major first. An atom is split if another part of the program uses its
-factors, as in a reshape from `heads * head_dim` to `(heads, head_dim)`. Atoms that an operation
-aligns are in one class, as in union-find.
+A dim is a tuple of atoms, the major atom first. An atom is split if another part of the program
+uses its factors, as in a reshape from `heads * head_dim` to `(heads, head_dim)`. If an operation
+aligns two atoms, they are in one class, as in union-find.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardwright.dims.table import equal_products
 from shardwright.inference.evidence import Evidence
 
 
-# Compared and hashed by identity: two dims of equal size may be different dims.
+# Atoms are compared and hashed by identity, because two dims of equal size may be different dims.
 @dataclasses.dataclass(slots=True, eq=False)
 class Atom:
     """One factor of a dim.
@@ -33,9 +33,10 @@ class Atom:
       given: Whether it is a dim of an input.
       resized: Whether an operation on activations makes it from a dim of another size, such as a
         stride or a concatenation.
-      is_shards: Whether it is the number of shards of a `shard_map`. Then it has the name of the
-        next factor, and both are one dim.
-      params: The dims of parameters that it is part of, as (leaf, dim).
+      is_shards: Whether it is the number of shards of a `shard_map`. If so, this factor and the
+        next factor are one dim, with one name.
+      params: The dims of parameters that it is part of, as pairs (number of the parameter, number
+        of the dim).
       parts: Its (major, minor) factors, or None if it is not split.
       same: The next atom on the way to the representative of its class, or None if it is the
         representative itself.
@@ -59,7 +60,9 @@ class Atom:
     same: Atom | None = None
 
     def split(self, major: int, *, keep_name: bool = False) -> None:
-        """Split into factors of sizes (major, size // major). The factors inherit what is known.
+        """Split into factors of sizes (major, size // major).
+
+        The factors inherit the flags and the `params` of this atom.
 
         Args:
           major: Size of the first factor.
@@ -161,8 +164,8 @@ def unify(left: AtomDim, right: AtomDim, on_conflict: Callable[[Atom, Atom], Non
         if first is not second and first.size != second.size:
             larger, smaller = (first, second) if first.size > second.size else (second, first)
             if larger.size % smaller.size or (larger.name and not smaller.is_shards):
-                # A named factor, such as HEAD_DIM, is whole; only a `shard_map` cuts it. The
-                # factors differ, so nothing is known about the remaining factors.
+                # A named factor, such as HEAD_DIM, is not split, except by a `shard_map`. So these
+                # two factors differ, and nothing is known about the factors after them.
                 return
             # Factors are major first, so the larger atom begins with the smaller one.
             larger.split(smaller.size, keep_name=smaller.is_shards)
@@ -214,7 +217,7 @@ def _cut(factors: list[Atom], shape: Sequence[int]) -> Sequence[AtomDim]:
                 members.append(first)
                 factors = factors[1:]
             elif first.size % missing or first.name:
-                return new_dims(shape)  # a named factor is whole
+                return new_dims(shape)  # a named factor is not split
             else:
                 first.split(missing)
                 factors = finest(factors)

@@ -12,7 +12,8 @@ from shardwright.inference.facts import ActivationOrigin, Facts, Matmul, nearest
 from shardwright.inference.names import LENGTHS, Names, outputs_of, summed_over, with_slices
 from shardwright.vocabulary.axes import HEAD, HEAD_DIM, KV_HEAD, LENGTH
 
-# The query heads that share one kv head. GROUP is not an axis: (KV_HEAD, GROUP) is spelled HEAD.
+# The factor of the query heads that share one kv head. GROUP is only a name inside inference, and
+# not an axis: annotations spell (KV_HEAD, GROUP) as HEAD.
 GROUP: Final = "__GROUP__"
 _HEADS: Final = frozenset({HEAD, KV_HEAD, GROUP})
 
@@ -24,8 +25,8 @@ class Scores:
     Attributes:
       batch: The factors of its batch dims.
       contracted: The factors that are summed over: the head dim.
-      sequence: Free factors that are positions.
-      groups: Free factors of the queries that the keys do not have.
+      sequence: The position factors of the queries and of the keys.
+      groups: Factors of the queries that the keys do not have: query heads that share a kv head.
       is_confirmed: Whether another matmul sums over the positions of the keys.
       location: The equation.
     """
@@ -46,8 +47,7 @@ class Uses:
       made: Factors of the results of matmuls with weights, and slices of these factors.
       summed: Factors that matmuls with weights sum over.
       stacked: Factors along which weights are stacked: batch dims of matmuls with weights.
-      next: For each matmul, by the origin of its result: the matmuls of activations that use this
-        result.
+      next: Origin of the result of a matmul -> the matmuls of activations that use this result.
     """
 
     made: set[Atom]
@@ -57,7 +57,7 @@ class Uses:
 
 
 def name_attention(names: Names) -> None:
-    """Find matmuls of queries and keys, and matmuls of scores and values; name their dims."""
+    """Find the matmuls of queries and keys, and of scores and values. Name the dims of both."""
     all_scores: list[Scores] = []
     uses = _uses(names.facts)
     # Visit the matmuls in program order, so scores are known before their matmul with values.
@@ -77,7 +77,8 @@ def _uses(facts: Facts) -> Uses:
         for origin in set().union(*map(nearest_matmuls, matmul.operands)):
             following.setdefault(origin, []).append(matmul)
     made = set(with_slices(outputs_of(facts.projections), facts.slices))
-    for dim_slice in facts.slices:  # a concatenation of such dims
+    # A concatenation of dims that weights make is also made by weights.
+    for dim_slice in facts.slices:
         if made.issuperset(finest(dim_slice.dim)):
             made.update(finest(dim_slice.whole))
     batch = {atom for each in facts.projections for atom in _factors(each.batch)}
@@ -89,10 +90,10 @@ def _factors(dims: Iterable[AtomDim]) -> list[Atom]:
 
 
 def _scores(matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> Scores | None:
-    """Return a matmul as queries times keys, or None if it is another matmul.
+    """Return the `Scores` of a matmul of queries and keys, or None for another matmul.
 
     Queries and keys both have positions, and the matmul sums over a dim that comes from a weight.
-    If only queries or only keys have positions, another matmul must sum over them.
+    If only queries or only keys have positions, another matmul must sum over these positions.
     """
     left, right = _factors(matmul.left), _factors(matmul.right)
     contracted = _factors(matmul.contracted)
@@ -105,13 +106,14 @@ def _scores(matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> Scores |
     shared = set(left) & set(right)
 
     def is_position(atom: Atom) -> bool:
-        # If the model has a table of positions, the length is a dim of a parameter too.
+        # `learned` does not help here: in a model with a table of positions, the length is a dim of
+        # a parameter too.
         return atom not in uses.made or atom.name in LENGTHS or atom in shared
 
     positions = [any(map(is_position, side)) for side in (left, right)]
     heads = [atom for atom in _factors(matmul.batch) if atom.learned and not atom.name]
-    # In decode, each sequence has one query, so the queries have no dim of positions. They may have
-    # dims of groups.
+    # In decode, each sequence has one query, so the queries have no dim of positions. But the
+    # queries may have dims of groups.
     sequence = {atom for atom in (*left, *right) if is_position(atom)}
     is_confirmed = any(not sequence.isdisjoint(_factors(each.contracted)) for each in following)
     is_decode = any(positions) and bool(heads) and is_confirmed
@@ -146,8 +148,8 @@ def _name_scores(names: Names, scores: Scores, uses: Uses) -> None:
     names.give(scores.contracted, HEAD_DIM, why, guess=guess)
     for atom in scores.sequence:
         if atom.learned:
-            # A dim that comes only from a parameter may count learned latents, so the name is a
-            # guess.
+            # If the dim comes only from a parameter, its elements may be learned latents, so the
+            # name is a guess.
             why = Evidence("queries times keys: a position", location)
             names.give((atom,), LENGTH, why, guess=not (atom.resized or atom.given))
     shared = Evidence("queries times keys: heads that share keys", location)
@@ -169,7 +171,7 @@ def _heads(batch: Iterable[Atom], uses: Uses) -> tuple[list[Atom], bool]:
 
     After attention, a weight usually sums over the heads. If no weight does, the heads are the dims
     along which no weights are stacked. If weights are stacked along all dims, the heads are a
-    guess: the dims may also count models or stages.
+    guess: the dims may also be the number of models or of stages.
     """
     heads = [atom for atom in batch if atom.learned and atom.name in ("", *_HEADS)]
     read = [atom for atom in heads if atom in uses.summed]
@@ -180,7 +182,7 @@ def _heads(batch: Iterable[Atom], uses: Uses) -> tuple[list[Atom], bool]:
 
 
 def _with_shards(heads: list[Atom], shards: Iterable[tuple[AtomDim, AtomDim]]) -> list[Atom]:
-    """Inside a `shard_map`, return heads with the factor of their shards in front."""
+    """Inside a `shard_map`, return the heads, and before them the factor that counts shards."""
     for major, part in shards:
         extra = [atom for atom in finest(major) if not atom.name and atom not in heads]
         if heads and finest(part)[:1] == heads[:1]:
@@ -191,8 +193,9 @@ def _with_shards(heads: list[Atom], shards: Iterable[tuple[AtomDim, AtomDim]]) -
 def _grouped(heads: list[Atom]) -> tuple[list[Atom], list[Atom]]:
     """Return heads as (kv heads, query heads per kv head).
 
-    Fewer parameters have the second factor, because keys and values do not have it. If there are
-    not two such factors, return (heads, []).
+    The parameters of queries have both factors, and those of keys and values only the first one. So
+    the second factor is the one in fewer parameters. If there are not two such factors, return
+    (heads, []).
     """
     most = max((len(atom.params) for atom in heads), default=0)
     kv_heads = [atom for atom in heads if len(atom.params) == most]
@@ -231,7 +234,10 @@ def _name_states(names: Names, matmul: Matmul, uses: Uses, following: Iterable[M
 
 
 def _name_values(names: Names, matmul: Matmul, all_scores: Iterable[Scores], uses: Uses) -> None:
-    """Name the head dim of values, if a matmul sums over the positions of scores."""
+    """Name the head dim of values if the matmul multiplies scores by values.
+
+    Such a matmul sums over positions of the scores.
+    """
     contracted = set(_factors(matmul.contracted))
     batch = set(_factors(matmul.batch))
     free = _factors((*matmul.left, *matmul.right))

@@ -28,11 +28,11 @@ _ConstraintsByEquation = Mapping[_EquationPath, Constraint]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Constrained:
-    """A forward function with constraints. `print` lists them; a call needs an ambient manager.
+    """A forward function with constraints, which `print` lists. A call needs an ambient manager.
 
     Attributes:
       forward: The function without constraints.
-      inferred: The inference whose constraints are placed.
+      inferred: The result of inference, which has the constraints.
     """
 
     forward: Callable[..., Any]
@@ -47,12 +47,13 @@ class Constrained:
         stay as they are.
 
         Raises:
-          StrategyError: The program is not the one that was inferred, `forward` takes an argument
-            by name only, or axes of the mesh are Explicit.
+          StrategyError: The program is not the one that inference traced, `forward` takes an
+            argument by name only, or axes of the mesh are Explicit.
           ShardingError: An intermediate does not fit the rules or the mesh.
         """
-        # Explicit shardings are part of types, and a traced program keeps the types of its trace:
-        # in constants, and in custom derivatives such as the derivative of `jax.nn.relu`.
+        # Explicit shardings are part of types, so a constraint would change the type of a value.
+        # But a traced program keeps the types of its trace in its constants, and in custom
+        # derivatives such as that of `jax.nn.relu`.
         if AxisType.Explicit in current_manager().mesh.axis_types:
             raise StrategyError(
                 "constrained needs Auto mesh axes, and the mesh has Explicit ones",
@@ -84,7 +85,7 @@ class Constrained:
         return text_of(self)
 
     def explain(self, pm: PartitionManager, *, width: int = WIDTH) -> str:
-        """Return a line per constraint, with the spec that a manager resolves.
+        """Return one line per constraint, with the spec that the manager resolves for it.
 
         Raises:
           ShardingError: An intermediate does not fit the rules or the mesh.
@@ -107,7 +108,8 @@ def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
 
     Args:
       forward: The function that was inferred.
-      inferred: What `infer_axes` returns for it. The arrays of a call must have the same ranks.
+      inferred: What `infer_axes` returns for `forward`. The arrays of a call must have the ranks of
+        the arrays that were passed to `infer_axes`.
 
     Raises:
       StrategyError: Two operations name one dim differently, or no intermediate gets a constraint.
@@ -177,7 +179,7 @@ def _are_arrays(params: Any, leaves: int, inferred: Inferred) -> list[bool]:
     tree: Any = jax.tree.structure(params)
     try:
         own = [entry is not None for entry in tree.flatten_up_to(inferred.annotations)]
-    # a tree of the same arrays with another structure, such as one without its functions
+    # `params` has the same arrays in a tree of another structure, such as one without functions.
     except ValueError:
         own = [True] * tree.num_leaves
     return [*own, *[True] * (leaves - len(own))]
@@ -185,7 +187,7 @@ def _are_arrays(params: Any, leaves: int, inferred: Inferred) -> list[bool]:
 
 @contextlib.contextmanager
 def _explained(constraint: Constraint) -> Iterator[None]:
-    """Add the place of a constraint to the errors of `shard`."""
+    """Add a note that names the constraint to an error of `shard`."""
     try:
         yield
     except ShardingError as error:
@@ -211,9 +213,10 @@ def _evaluate(
         inside.setdefault(place[0], {})[place[1:]] = constraint
     for at, equation in numbered(jaxpr):
         values = [read(variable) for variable in equation.invars]
-        # A `reshard` has the index of the equation after it. Only that equation has the constraint.
+        # A `reshard` has the same index as the equation after it (see `numbered`). The constraint
+        # of this index is not for the `reshard`.
         own = {} if equation.primitive.name == RESHARD else inside.get(at, {})
-        # The key () is the result of the equation itself. Longer keys are inside of its jaxpr.
+        # The key () is the result of the equation itself. Longer keys are places in its jaxpr.
         if own and () not in own:
             results = _rebuilt(equation, values, own)
         else:
@@ -233,7 +236,7 @@ def _rebuilt(
     if name == "scan":
         return _scan(parameters, values, constraints)
     assert rebuilds(equation), name
-    # `closed_call` has a call_jaxpr, jit and remat have a jaxpr.
+    # The parameter of `closed_call` is named call_jaxpr; that of jit and of remat is named jaxpr.
     inner = next(parameters[key] for key in ("jaxpr", "call_jaxpr") if key in parameters)
     body, constants = _opened(inner)
 
@@ -266,7 +269,7 @@ def _scan(parameters: Any, values: Sequence[Any], constraints: _ConstraintsByEqu
         ends = _evaluate(body, constants, [*shared, *carry, *row], constraints)
         return tuple(ends[:carries]), ends[carries:]
 
-    # Pass the length too: a scan over no arrays cannot read it from an array.
+    # Pass the length too: a scan without scanned arrays cannot read the length from an array.
     options = {key: parameters[key] for key in ("length", "reverse", "unroll")}
     ends, stacked = jax.lax.scan(step, starts, rows, **options)
     return [*ends, *stacked]

@@ -30,8 +30,8 @@ from shardwright.vocabulary.axes import (
 )
 from shardwright.vocabulary.merged_dims import axis_text, merged
 
-# Axis -> kind of an intermediate. If an intermediate has several of these axes, the axis that is
-# first here decides.
+# Axis -> kind of an intermediate. If an intermediate has several of these axes, the one that comes
+# first in this dict decides the kind.
 KINDS: Final = {
     VOCAB: "logits",
     MLP_INTERMEDIATE: "hidden dim of an MLP",
@@ -58,8 +58,8 @@ class Constraint:
       kind: What it is, such as `residual stream`.
       primitive: Name of the JAX primitive that returns it.
       source: Line of the model, such as `model.py:12`, or empty.
-      place: Index of the equation in the program. Within a loop or a call, the indices of the
-        equations around it come first.
+      place: Index of the equation in the program. If the equation is inside loops or calls, the
+        indices of these come first.
     """
 
     axes: tuple[Any, ...]
@@ -80,7 +80,7 @@ def choose(
     """Return the constraints of a program and, for each reason, how many intermediates get none.
 
     An intermediate gets a constraint if every dim has a name that is not a guess, one of the dims
-    is BATCH, and an axis of `KINDS` is among them. The result of fused projections gets none: one
+    is BATCH, and another dim has an axis of `KINDS`. The result of fused projections gets none: one
     of its dims holds the heads of all projections, and is then cut into slices.
     """
     cut = {
@@ -100,7 +100,8 @@ def choose(
         elif BATCH not in names:
             reason = "no dim named BATCH"
         elif not cut.isdisjoint(atoms) or any(
-            # A merged dim with a factor that is not sharded, such as the 3 of fused projections.
+            # This merged dim has a factor that is not sharded, such as the 3 of three fused
+            # projections.
             len(row) > 1 and any(name in (EMPTY, GROUP) for name, _ in row)
             for row in rows
         ):
@@ -117,8 +118,8 @@ def choose(
 def is_candidate(primitive: str, operands: Iterable[ArrayFacts]) -> bool:
     """Tell whether the result of a primitive may get a constraint."""
     if primitive in _ADDITIONS:
-        # Both summands of a residual addition depend on inputs and on parameters. A bias or a mask
-        # does not.
+        # Both summands of a residual addition depend on inputs and on parameters. A bias does not
+        # depend on inputs, and a mask does not depend on parameters.
         return sum(operand.data and operand.learned for operand in operands) > 1
     return primitive in _MATMULS or primitive == "gather"
 
@@ -146,9 +147,10 @@ def _kind(names: list[str], output: Output) -> str:
 def _constraint(output: Output, rows: list[NamedFactors], kind: str) -> Constraint:
     """Spell the dims of an intermediate as an annotation.
 
-    The sequence is LENGTH in the residual stream, KV_LENGTH in keys and values, and QUERY_LENGTH in
-    the other matmuls, whatever the seeds call it. Queries, and matmuls of scores and values, may
-    have KV_HEAD and GROUP as two dims.
+    Whatever name the seeds give to the dim of the sequence, it is spelled LENGTH in the residual
+    stream, KV_LENGTH in keys and values, and QUERY_LENGTH in the other matmuls. KV_HEAD without
+    GROUP marks keys and values: queries, and results of scores times values, may have KV_HEAD too,
+    but only together with GROUP.
     """
     names = {name for row in rows for name, _ in row}
     if KV_HEAD in names and GROUP not in names:
@@ -174,11 +176,11 @@ def _constraint(output: Output, rows: list[NamedFactors], kind: str) -> Constrai
 
 
 def numbered(jaxpr: Any) -> Iterator[tuple[int, Any]]:
-    """Yield each equation of a jaxpr with its index, `reshard` aside.
+    """Yield each equation of a jaxpr with its index. Equations of `reshard` are not counted.
 
     Under a mesh, JAX adds `reshard` to some programs, such as that of `jnp.where(x, 1, y)`. On Auto
-    axes it does nothing. A program must have the same indices with and without it. So a `reshard`
-    is not counted: it has the index of the equation after it.
+    axes, a `reshard` does nothing. The indices of a program must be the same with and without a
+    mesh, so a `reshard` gets the index of the equation after it.
     """
     at = 0
     for equation in jaxpr.eqns:
@@ -202,8 +204,8 @@ def operations(jaxpr: Any) -> Iterator[str]:
         for value in equation.params.values():
             for each in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(each, _JAXPRS):
-                    # Brackets mark the body of a loop. Without these, the text would be equal if an
-                    # equation moved out of the loop.
+                    # Brackets mark the body of a loop or a call. Without brackets, the text would
+                    # be equal if an equation moved out of the loop.
                     yield "("
                     yield from operations(getattr(each, "jaxpr", each))
                     yield ")"

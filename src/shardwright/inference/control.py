@@ -33,7 +33,8 @@ def scan(step: InferenceStep) -> list[ArrayFacts]:
     constants, carries = loop_body.fixed, loop_body.carried
     split = constants + carries
     scanned = step.values[split:]
-    # Number the scans: in nested scans, a value may be the carry of one and a row of another.
+    # Number the scans, because in nested scans a value may be the carry of one scan and a row of
+    # another scan.
     step.facts.loops += 1
     loop = step.facts.loops
     for value in scanned[1:]:
@@ -110,13 +111,14 @@ def cond(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def call(step: InferenceStep) -> list[ArrayFacts] | None:
-    """Walk the jaxpr of a call (jit, remat, custom derivatives). Return None if it has none."""
+    """Walk the jaxpr of a call (jit, remat, custom derivatives). If there is none, return None."""
     found = bodies(step.equation)
     if not found:
         return None
     (body,) = found
     values = body.of_operands(step.values)
-    # Without a place, nothing inside gets a constraint, because `constrained` could not place it.
+    # Without a place, the walk records no intermediates inside the call. `constrained` could not
+    # place constraints there.
     place = step.place if rebuilds(step.equation) else None
     return step.walk(body.jaxpr, values, called_at=step.location.caller, place=place)
 
@@ -124,9 +126,9 @@ def call(step: InferenceStep) -> list[ArrayFacts] | None:
 def _carried(step: InferenceStep, starts: Sequence[ArrayFacts]) -> list[ArrayFacts]:
     """Return the initial values of carries.
 
-    Arrays are marked as dependent on everything that the loop reads. The reason is accumulators:
-    they start as zeros, which depend on nothing, and become results of the loop. Scalars stay as
-    they are, because they are often counters.
+    Arrays are marked as dependent on everything that the loop reads. The reason is that
+    accumulators start as zeros, which depend on nothing, and become results of the loop. Scalars
+    stay as they are, because a scalar is often a counter.
     """
     every = step.result(())
     return [

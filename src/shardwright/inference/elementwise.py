@@ -10,15 +10,16 @@ from shardwright.inference.atoms import AtomDim, AtomDims, finest
 from shardwright.inference.facts import TableLookup, is_residual
 from shardwright.inference.step import ArrayFacts, InferenceStep
 
-# Activation functions are made of these primitives. Normalization has others: rsqrt, square.
+# Activation functions are made of these primitives. Normalization uses others: rsqrt and square.
 _NONLINEAR: Final = frozenset({"erf", "erfc", "exp", "exp2", "expm1", "logistic", "max", "tanh"})
 _ADDITIONS: Final = frozenset({"add", "add_any"})
 
 
 def elementwise(step: InferenceStep) -> list[ArrayFacts] | None:
-    """Align the dims of operands that broadcast to the result. Return None if no operand does.
+    """Align the dims of operands that broadcast to the result.
 
-    A dim of size 1 is broadcast, so it is not aligned. Scalars are ignored.
+    A dim of size 1 is broadcast, so it is not aligned. Operands that are scalars are ignored.
+    Return None if the result is a scalar, or if the equation is not elementwise.
     """
     shapes = step.shapes
     known = table.elementwise(tuple(step.operand_shapes), tuple(shapes))
@@ -26,8 +27,9 @@ def elementwise(step: InferenceStep) -> list[ArrayFacts] | None:
         return None
     pairs = zip(step.values, step.operand_shapes, strict=True)
     operands = [value for value, own in pairs if table.broadcasts(own, shapes[0])]
-    # Queries of learned latents are computed from parameters. They remain so if a bias or a scale
-    # is applied. If a whole matrix is added, the sum counts as a parameter again.
+    # Queries of learned latents are computed from parameters alone, and have `is_computed`. They
+    # keep it if a bias or a scale is applied. If a whole matrix of parameters is added, the sum
+    # counts as a parameter again.
     is_computed = any(value.is_computed for value in operands) and not any(
         value.is_weight
         and not value.is_computed
@@ -60,7 +62,10 @@ def _mark(step: InferenceStep, operands: list[ArrayFacts], dims: AtomDims) -> No
 
 
 def _record_selection(step: InferenceStep, operands: list[ArrayFacts]) -> None:
-    """Record one-hot rows that select from activations by a matmul, as labels do in a loss."""
+    """Record a product of one-hot labels and activations, as the loss of logits computes it.
+
+    The labels select from the activations.
+    """
     if step.equation.primitive.name != "mul" or len(operands) != 2:
         return
     for labels, logits in (operands, reversed(operands)):

@@ -1,6 +1,7 @@
 """What the walk records about a program, for the rules that name dims.
 
-Origins say which sums are residual, and which matmuls feed each other.
+The origin of an activation tells which activations it is computed from. The rules use origins to
+find residual sums, and matmuls whose results are operands of other matmuls.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ class ActivationOrigin:
     A value that is computed elementwise from the activation has the same origin.
 
     Attributes:
-      parents: The origins of the operands that it is computed from.
-      is_matmul: Whether a matmul returns it.
-      depth: Number of origins on the longest way to an input.
+      parents: The origins of the operands that the activation is computed from.
+      is_matmul: Whether a matmul returns the activation.
+      depth: Number of origins on the longest path to an input.
     """
 
     parents: tuple[ActivationOrigin, ...] = ()
@@ -71,17 +72,17 @@ def nearest_matmuls(origin: ActivationOrigin | None) -> set[ActivationOrigin]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableLookup:
-    """Rows of a table, selected by indices or by one-hot rows.
+    """A lookup: indices, or a one-hot array, select rows of a table.
 
     Attributes:
-      key: The dim of the table that the indices select from.
-      row: The dims of a row.
+      key: The dim of the table along which the indices select.
+      row: The dims of a row of the table.
       index: The dims of the indices.
       depends_on: What the indices depend on: "inputs", "both" (inputs and parameters), or
         "neither".
       of_data: Whether the table itself depends on the inputs.
-      inputs: Numbers of the inputs that the indices depend on.
-      location: The equation that looks up.
+      inputs: Which inputs the indices depend on, by number.
+      location: The equation of the lookup.
     """
 
     key: AtomDim
@@ -103,8 +104,8 @@ class Matmul:
       left: The other dims of the left operand.
       right: The other dims of the right operand.
       groups: Whether the batch dims are the groups of a ragged matmul.
-      reads_inputs: Whether an operand is an input, to which no parameter has been applied.
-      leaf: The number of the weight among the parameters. None if the weight is not one parameter.
+      reads_inputs: Whether the activation is computed from inputs alone, without parameters.
+      leaf: The number of the parameter that is the weight, or None if no single parameter is.
       operands: The origins of the operands.
       origin: The origin of the result.
       location: The equation.
@@ -124,7 +125,10 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DimSlice:
-    """A dim that is part of another: a slice of it, or one operand of a concatenation."""
+    """A dim that is a part of a larger dim `whole`.
+
+    It is a slice of `whole`, or the dim of one operand of the concatenation that returns `whole`.
+    """
 
     whole: AtomDim
     start: int
@@ -145,9 +149,9 @@ class Scan:
     """A scan over parameters.
 
     Attributes:
-      dim: The dim that it runs along.
+      dim: The dim that the scan runs along.
       is_of_layers: Whether its weights multiply the carry, and the result becomes the next carry.
-      is_routed: Whether it also runs over an activation that is computed from parameters.
+      is_routed: Whether it also runs over an activation that depends on parameters.
       location: The equation.
     """
 
@@ -159,13 +163,13 @@ class Scan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """A result of an equation that may get a constraint.
+    """The result of an equation. `constrained` may give this result a constraint.
 
     Attributes:
       place: Indices of the loops and calls around the equation, then the index of the equation.
-      dims: Its dims.
-      shape: Its shape.
-      is_lookup: Whether a one-hot operand makes the matmul a lookup in a table.
+      dims: The dims of the result.
+      shape: The shape of the result.
+      is_lookup: Whether an operand is one-hot. A matmul with this operand is a lookup in a table.
       location: The equation.
     """
 
@@ -186,10 +190,10 @@ class AtomConflict:
     """Two operations that name one dim differently.
 
     Attributes:
-      params: The affected dims of parameters, as (leaf, dim).
+      params: The affected dims, as pairs (number of a parameter, number of its dim).
       first: One of the names, and the evidence for it.
       second: The other name, and the evidence for it.
-      meeting: The operation that unites two named dims, or None if they already were one dim.
+      meeting: The operation that makes one dim of two named dims. None if there was only one dim.
     """
 
     params: frozenset[tuple[int, int]]
@@ -202,9 +206,9 @@ class AtomConflict:
 class Facts:
     """What the walk records: how dims are used, and names that contradict each other.
 
-    For each dim that a `shard_map` shards, `shards` has a pair: the factor of its shards, and its
-    local part. `largest` has the dims along which an argmax or argmin chooses, and `loops` is the
-    number of scans.
+    For each dim that a `shard_map` shards, `shards` has a pair: the factor that counts the shards,
+    and the local part. `largest` has the dims along which an argmax or argmin chooses. `loops` is
+    the number of scans.
     """
 
     lookups: list[TableLookup] = dataclasses.field(default_factory=list)

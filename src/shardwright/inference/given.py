@@ -1,4 +1,4 @@
-"""Read what the caller of inference gives: axes of inputs as seeds, and axes of sizes."""
+"""Read the axes that the caller gives: `seeds` for inputs, and `sizes` for dims of parameters."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from shardwright.vocabulary.axes import canonical_axis
 from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.merged_dims import MergedDim, axis_text
 
-# How many arrays the error about a wrong number of seeds lists.
+# If the number of seeds is wrong, the error lists at most this many arrays.
 _LISTED: Final = 12
 
 
 def read_seeds(inputs: Sequence[Any], seeds: Any) -> list[ArrayFacts]:
-    """Return the arrays of the inputs, with the names of the seeds.
+    """Return what is known about each array of the inputs: its dims, with names from the seeds.
 
     Raises:
       StrategyError: There are not as many seeds as arrays, or a seed is not a tuple of axes.
@@ -81,13 +81,13 @@ def _dim(at: int, size: int, axis: Any) -> AtomDim:
     if not isinstance(axis, MergedDim):
         raise StrategyError(
             f"seed {at} has the axis {axis!r}, which is not the name of one axis",
-            fix="write one name per dim; for a dim that flattens several, write their sizes too: "
+            fix="write one name per dim; if a dim flattens several axes, write their sizes too: "
             "merged((BATCH, 8), (LENGTH, 32))",
         )
     if axis.size != size:
         raise StrategyError(
             f"seed {at} has {axis.size} elements in {axis.members}, the dim has {size}",
-            fix="write the sizes that the dim flattens",
+            fix="write sizes whose product is the size of the dim",
         )
     return tuple(Atom(count, name=name, evidence=why) for name, count in axis.members)
 
@@ -98,13 +98,16 @@ _BY_PLACE: Final = "its place is in sizes"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GivenSizes:
-    """Axes by the size of a dim, and by its place: the number of the parameter and of the dim."""
+    """Axes by the size of a dim, and by its place.
+
+    A place is a pair: the number of a parameter, and the number of a dim of this parameter.
+    """
 
     by_size: Mapping[int, str]
     by_place: Mapping[tuple[int, int], str]
 
     def name(self, names: Names, params: Sequence[AtomDims]) -> None:
-        """Name the factors of dims that are open or guesses.
+        """Name each factor of a dim that has no name, or whose name is a guess.
 
         Raises:
           StrategyError: No dim of a parameter, and no factor of such a dim, has one of the sizes.
@@ -138,10 +141,10 @@ class GivenSizes:
         raise_problems(problems)
 
     def spell(self, leaf: int, row: Sequence[Spelled], shape: Sequence[int]) -> list[Spelled]:
-        """Replace entries that are open or guesses by the axis of their size or place.
+        """Replace each entry that is open or a guess by the axis that the caller gives.
 
-        A dim of several factors, such as heads times head dims, gets its axis here: a name of the
-        factors would name other dims too.
+        A dim of several factors, such as heads times head dims, gets its axis here, and not in
+        `name`: a name of its factors would name other dims too.
 
         Raises:
           StrategyError: The program gives another axis to a dim that `sizes` names by its path.
@@ -152,11 +155,11 @@ class GivenSizes:
             axis, reason = self._given(place, size)
             if axis is not None and (entry.guess or entry.is_open):
                 entries[at] = Spelled(axis, Evidence(reason))
-            # `spell` may rename the EMBED of a vector to NORM. Then the axis that the caller gives
-            # by place differs from the axis of the entry, but does not contradict it.
+            # `spelling.spell` may rename the EMBED of a vector to NORM. Then the axis that the
+            # caller gives by place differs from the axis of the entry, but does not contradict it.
             elif place not in (None, entry.axis) and entry.evidence.reason != _BY_PLACE:
                 raise StrategyError(
-                    f"sizes names dim {at} {axis_text(place)}, and the program uses it as "
+                    f"sizes gives dim {at} the axis {axis_text(place)}, but the program uses it as "
                     f"{axis_text(entry.axis)}: {entry.evidence}",
                     path="sizes",
                     fix="leave this dim out of sizes",
@@ -180,7 +183,7 @@ def read_sizes(sizes: Any, paths: Sequence[str], shapes: Sequence[Sequence[int]]
 
     Raises:
       StrategyError: `sizes` is not a mapping, a key is neither a size nor the place of a dim, or no
-        parameter has the place.
+        parameter has a dim at this place.
     """
     if not isinstance(sizes, Mapping):
         raise StrategyError(

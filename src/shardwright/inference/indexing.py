@@ -59,7 +59,7 @@ def _record_lookup(step: InferenceStep, row: AtomDims) -> None:
 
 
 def scatter(step: InferenceStep) -> list[ArrayFacts]:
-    """Align the updates: their whole dims with the operand, their other dims with the indices."""
+    """Align the updates: dims that are written whole with the operand, others with the indices."""
     old, index, _ = step.values
     numbers, known = step.parameters["dimension_numbers"], correspondence(step.equation)
     assert known is not None

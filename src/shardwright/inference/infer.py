@@ -195,7 +195,7 @@ def _uncollected() -> Iterator[None]:
     """Pause the garbage collector.
 
     The walk allocates many small objects and frees none. Without the pause, the collector visits
-    these objects and all of JAX's again and again. This takes longer than the walk itself.
+    these objects and those of JAX again and again, which takes longer than the walk itself.
     """
     was_enabled = gc.isenabled()
     gc.disable()

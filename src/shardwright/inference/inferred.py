@@ -1,4 +1,4 @@
-"""The result of inference: the axes of parameters, and why they have them."""
+"""The result of inference: the axes of parameters, and the evidence for each axis."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class InferredDim:
       dim: Position of the dim.
       size: Number of elements.
       axis: Axis, or `merged(...)`; EMPTY if the dim is open.
-      evidence: A reason for the axis, the primitive and the line of the model.
+      evidence: Why the dim has this axis, with the primitive and the line of the model.
       guess: Whether a default rule chose the axis.
-      is_open: Whether nothing names the dim.
+      is_open: Whether no rule names the dim.
       classes: A number for each factor of the dim. Factors with equal numbers are the same dim,
-        also across parameters.
+        in one parameter or in several.
     """
 
     path: str
@@ -46,7 +46,7 @@ class NameConflict:
 
     Attributes:
       path: Path of a parameter that has the dim, or empty.
-      dim: Position of the dim there, or None.
+      dim: Position of the dim in this parameter, or None.
       first: One of the names, and the evidence for it.
       second: The other name, and the evidence for it.
       meeting: The operation that makes one dim of two named dims. None if there was only one dim.
@@ -84,12 +84,12 @@ class Inferred:
 
     Attributes:
       annotations: Tree like the parameters, with one annotation per array. Open dims are EMPTY.
-      evidence: Every dim of every parameter.
+      evidence: Every dim of every parameter, with its axis and the reason for it.
       conflicts: Dims that two operations name differently.
       unknown: Primitives that inference does not understand, and kernels without a function in
         `kernels=`, such as `pallas_call my_kernel`.
       constraints: The intermediates that `sw.constrained` constrains.
-      unconstrained: Number of intermediates without a constraint, by reason.
+      unconstrained: Reason -> number of intermediates that get no constraint for this reason.
       program: The operations of the traced program: primitive and ranks of the results.
     """
 
@@ -103,7 +103,7 @@ class Inferred:
 
     @property
     def open(self) -> tuple[InferredDim, ...]:
-        """The dims that nothing names."""
+        """The dims that no rule names."""
         return tuple(dim for dim in self.evidence if dim.is_open)
 
     @property
@@ -115,11 +115,11 @@ class Inferred:
         return text_of(self)
 
     def text(self, *, width: int = WIDTH) -> str:
-        """Return the table at a width, in characters per line."""
+        """Return the table. `width` is the width of a line in characters."""
         return text_of(self, width=width)
 
     def summary(self, *, width: int = WIDTH) -> str:
-        """Return the part of the table that has guesses and open dims, and the totals."""
+        """Return only the guesses and the open dims of the table, and the totals."""
         return text_of(self, form="summary", width=width)
 
     def toml(self) -> str:
@@ -169,13 +169,13 @@ def _fix(dim: InferredDim, names: Sequence[str]) -> str:
     if len(names) > 1:
         return (
             f"correct its rule in the text of toml(): dims of size {dim.size} have several names "
-            f"here ({', '.join(names)}), and sizes= would give them one"
+            f"here ({', '.join(names)}), and sizes= would give all of them one name"
         )
     if dim.is_open:
         return "name it in seeds= or sizes="
     return (
-        f"if it is right, write sizes={{{dim.size}: {_name(dim)!r}}}, or review the rules that "
-        "toml() returns"
+        f"if the guess is right, write sizes={{{dim.size}: {_name(dim)!r}}}, or review the rules "
+        "that toml() returns"
     )
 
 

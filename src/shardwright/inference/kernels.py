@@ -32,7 +32,7 @@ class Kernels:
         self._called: set[str] = set()
 
     def walk(self, step: InferenceStep, name: str) -> list[ArrayFacts] | None:
-        """Walk the function of a kernel, or return None if there is none.
+        """Walk the function that stands for a kernel, or return None if there is no function.
 
         Raises:
           StrategyError: The function cannot take the operands, or has other results.
@@ -57,7 +57,7 @@ class Kernels:
         )
         if results != own:
             raise StrategyError(
-                f"the function returns {results}, the kernel {own}",
+                f"the function returns {results}, and the kernel returns {own}",
                 path=f"kernels/{name}",
                 fix=_FIX,
             )

@@ -23,15 +23,16 @@ def shard_map(step: InferenceStep) -> list[ArrayFacts]:
         dims = []
         for dim, shards in zip(value.dims, _shards(spec, len(value.dims), sizes), strict=True):
             dims.append(_local(dim, shards))
-            # `_local` may have split the dim by now. Its shards are the factors before the local
-            # part.
+            # `_local` may have split the dim. The factors of the dim before the local part count
+            # its shards.
             major = tuple(finest(dim)[: len(finest(dim)) - len(dims[-1])])
             if major and dims[-1]:
                 sharded.append((major, dims[-1]))
         local.append(dataclasses.replace(value, dims=tuple(dims), one_hot=None))
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
     results = step.walk(body, local)
-    # Operands whose local parts are one dim in the body are parts of one dim outside.
+    # If the local parts of two operands are one dim in the body, their whole dims are one dim
+    # outside. So the factors that count their shards are the same too.
     for (major, part), (other_major, other_part) in itertools.combinations(sharded, 2):
         if finest(part) == finest(other_part):
             step.same(major, other_major)
@@ -55,12 +56,12 @@ def _shards(spec: Any, rank: int, sizes: Mapping[str, int]) -> list[int]:
 
 
 def _local(dim: AtomDim, shards: int) -> AtomDim:
-    """Return the part of a dim that each shard has, and split its first factor if necessary."""
+    """Return the part of a dim that each shard has. Split a factor of the dim if necessary."""
     factors = finest(dim)
     while shards > 1 and factors:
         first = factors[0]
         if shards % first.size == 0:
-            # All of this factor counts shards, and perhaps a part of the next factor does too.
+            # This whole factor counts shards. A part of the next factor may also count shards.
             first.is_shards = True
             shards //= first.size
             factors = factors[1:]
@@ -88,7 +89,7 @@ def _whole(dim: AtomDim, shards: int) -> AtomDim:
 
 def collective(step: InferenceStep) -> list[ArrayFacts]:
     """Return the operands, because sums over shards and permutations of shards keep all dims."""
-    # Clear `one_hot`: in a shard, a row may lack the 1, and a sum over shards may have several.
+    # Clear `one_hot`: a row in a shard may lack the 1, and a row of a sum may have several 1s.
     return [dataclasses.replace(value, one_hot=None) for value in step.values]
 
 

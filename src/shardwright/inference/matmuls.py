@@ -32,7 +32,7 @@ def _result(step: InferenceStep, dims: Sequence[AtomDim]) -> ArrayFacts:
     """Return the result of a matmul of the first two operands."""
     left, right = step.values[:2]
     result = step.result(dims, origin=step.new_origin(is_matmul=True))
-    # A layer computes a matmul of the carry of a scan and a row of its weights.
+    # In a scan over layers, each layer multiplies the carry by a row of the scanned weights.
     made = {
         (loop, "made")
         for first, second in ((left, right), (right, left))
@@ -96,8 +96,8 @@ def _record(
         contracted=contracted,
         left=free[0],
         right=free[1],
-        # If the model also reads features, it is less certain that the indices of a table are
-        # tokens.
+        # An activation that depends on no parameter is an input, such as features. A model that
+        # reads features may have tables whose indices are not tokens.
         reads_inputs=not left.learned,
         leaf=right.leaf,
         location=step.location,
@@ -133,13 +133,13 @@ def ragged_dot(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def convolution(step: InferenceStep) -> list[ArrayFacts]:
-    """Align batch and channels, and record the window of the kernel, which is replicated.
+    """Align batch and channels, and record the window dims of the kernel. They are replicated.
 
-    In a grouped convolution, the kernel has the input channels of one group, which are replicated
-    too.
+    In a grouped convolution, the kernel has the input channels of one group. These channels are
+    replicated too.
     """
     numbers, groups = step.parameters["dimension_numbers"], step.parameters["feature_group_count"]
-    # JAX writes batch groups in the gradient of a grouped convolution.
+    # Batch groups occur in the gradient of a grouped convolution.
     if step.parameters["batch_group_count"] > 1:
         return step.new_results()
     image, kernel = step.values

@@ -23,8 +23,8 @@ from shardwright.vocabulary.axes import (
     QUERY_LENGTH,
 )
 
-# The lengths of the residual, of queries and of keys. Seeds may use any of them, so rules treat
-# them alike.
+# The lengths of the residual stream, of queries and of keys. Seeds may use any of these axes, so
+# the rules treat all three alike.
 LENGTHS: Final = frozenset({LENGTH, QUERY_LENGTH, KV_LENGTH})
 
 
@@ -35,17 +35,17 @@ class Names:
         self.facts = facts
 
     def give(self, dim: Iterable[Atom], axis: str, evidence: Evidence, **options: bool) -> bool:
-        """Name the unnamed factors of a dim; return whether one was named.
+        """Name the unnamed factors of a dim. Return whether any factor was named.
 
         Args:
-          dim: The dim. If a factor has another name already, nothing is named.
+          dim: The dim. If one of its factors already has another name, no factor is named.
           axis: The name.
           evidence: Why.
           **options: `guess` marks the name as a guess. `sure` records a conflict if a factor has
             another name that is not a guess.
         """
         atoms = finest(dim)
-        # Rules run from the most certain to guesses, so the existing name is the better one.
+        # The most certain rules run first, so an existing name is more certain than a new one.
         others = [atom for atom in atoms if atom.name not in ("", axis)]
         if others:
             first = others[0]
@@ -84,14 +84,15 @@ def name_windows(names: Names) -> None:
 
 
 def name_residual(names: Names) -> None:
-    """Name the residual stream EMBED, if no table of tokens has named it."""
+    """Name the residual stream EMBED, unless a table of tokens has already named it."""
     outputs, summed = outputs_of(names.facts.projections), summed_over(names.facts.projections)
     if any(atom.name == EMBED for atom in (*outputs, *summed)):
         return
     links = [atom for atom in outputs if atom in summed and not atom.name]
     streams = [atom for atom in links if atom.residual]
     if streams or links:
-        # A latent or a low rank also links weights, but only a few. All blocks read the residual.
+        # The dim of a latent or of a low rank also links weights, but only a few. All blocks read
+        # the residual stream.
         stream = max(streams or links, key=lambda atom: len(atom.params))
         why = Evidence("the residual stream: most weights read or write it", outputs[stream])
         names.give((stream,), EMBED, why, guess=not streams)
@@ -100,9 +101,10 @@ def name_residual(names: Names) -> None:
 def name_hidden(names: Names) -> None:
     """Name the hidden dims of an MLP.
 
-    A weight maps EMBED to them, an activation function is applied to them, and another weight maps
-    them to EMBED. Softmax is nonlinear along heads too. But a weight after it sums over heads and
-    head dims together, so matmuls that sum over several factors are left out.
+    A weight maps EMBED to a hidden dim, an activation function is applied to it, and another weight
+    maps it to EMBED. The softmax of attention is also nonlinear, and its operand has heads. But the
+    weight after attention sums over heads and head dims together, so matmuls that sum over several
+    factors are left out.
     """
     projections = names.facts.projections
     outputs = outputs_of([matmul for matmul in projections if _has(matmul.contracted, EMBED)])
@@ -122,11 +124,11 @@ def guess_links(names: Names) -> None:
 
     The first of these cases that fits decides:
 
-    - Activations are added along the dim, and queries or keys are computed from it: EMBED, another
+    - The dim is in a residual addition, and queries or keys are computed from it: EMBED, another
       residual stream.
     - An activation function is applied to the dim: MLP_INTERMEDIATE.
-    - Activations are added along the dim: EMBED.
-    - Otherwise it is a low rank, which is replicated.
+    - The dim is in a residual addition: EMBED.
+    - Otherwise: EMPTY, which replicates the dim. It is a low rank.
     """
     projections = names.facts.projections
     outputs, summed = outputs_of(projections), summed_over(projections)
@@ -148,10 +150,10 @@ def guess_links(names: Names) -> None:
 def with_slices(
     outputs: Mapping[Atom, EquationLocation], slices: Iterable[DimSlice]
 ) -> dict[Atom, EquationLocation]:
-    """Return the equation of each atom, and of each slice that is cut from the atom."""
+    """Return `outputs`, and the slices of its atoms. A slice has the equation of its atom."""
     every = dict(outputs)
-    # Slices are in the order of the program: a slice of a slice comes after it, so one pass is
-    # enough.
+    # Slices are in program order, so each slice comes before the slices that are cut from it. One
+    # pass is enough.
     for dim_slice in slices:
         for atom in finest(dim_slice.whole):
             if atom in every:
@@ -174,7 +176,7 @@ def outputs_of(projections: Iterable[Matmul]) -> dict[Atom, EquationLocation]:
 
 
 def summed_over(projections: Iterable[Matmul]) -> set[Atom]:
-    """Return the dims over which matmuls with weights sum, without the batch."""
+    """Return the dims over which matmuls with weights sum, except the batch."""
     return {
         atom
         for matmul in projections
@@ -187,8 +189,9 @@ def summed_over(projections: Iterable[Matmul]) -> set[Atom]:
 def name_rows(names: Names, dims: Iterable[AtomDim]) -> None:
     """Name a dim of a parameter EMPTY if the program takes single elements along it.
 
-    The name of a whole dim is a guess, because the dim may be that of layers. A factor of a dim,
-    such as the 3 in `3 * heads * head_dim`, is the number of fused weights.
+    For a whole dim, the name is a guess, because the dim may be LAYERS. For a factor of a dim, such
+    as the 3 in `3 * heads * head_dim`, the name is certain: the factor is the number of fused
+    weights.
     """
     factors = {atom for dim in dims if len(finest(dim)) > 1 for atom in finest(dim)}
     for use in names.facts.rows:

@@ -70,7 +70,8 @@ def _every(step: InferenceStep, whole: AtomDim, size: int, stride: int) -> AtomD
     """
     if size * stride != size_of(finest(whole)):
         return dim_slice(step, whole, size)
-    # Interleaved gate and up make a dim (elements, 2). A stride of 2 takes one of the two.
+    # If the gate and up projections of an MLP are interleaved, their dim is (elements, 2). A slice
+    # with a stride of 2 takes one of the two projections.
     major, minor = regroup([whole], [size, stride])
     step.facts.rows.append(Use(dim=minor, location=step.location))
     return major
@@ -88,13 +89,13 @@ def dim_slice(step: InferenceStep, whole: AtomDim, size: int, start: int | None 
     """Return a dim that is a slice of another dim.
 
     Args:
-      step: The equation that cuts.
+      step: The equation that cuts the dim.
       whole: The dim that is cut.
       size: Size of the slice.
       start: First element of the slice, or None if it is not known.
     """
     if size >= size_of(finest(whole)):
-        return new_dim(size)  # padding
+        return new_dim(size)  # padding, not a slice
     # If the program takes single elements along a dim of a parameter, `names.name_rows` names the
     # dim EMPTY.
     if size == 1:
@@ -112,7 +113,7 @@ def dim_slice(step: InferenceStep, whole: AtomDim, size: int, start: int | None 
 
 
 def stack(step: InferenceStep) -> list[ArrayFacts]:
-    """Align the dims of all operands, and put a new one between them."""
+    """Align the dims of all operands, and insert a new dim at `axis`."""
     axis, known = step.parameters["axis"] % len(step.shapes[0]), correspondence(step.equation)
     assert known is not None
     (dims,) = step.aligned(known)
@@ -130,16 +131,17 @@ def pad(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def pool(step: InferenceStep) -> list[ArrayFacts]:
-    """Keep the dims whose size does not change, such as batch and channels. Others are windowed."""
+    """Keep the dims whose size does not change, such as batch. See `windowed` for the others."""
     pairs = zip(step.values[0].dims, step.shapes[0], strict=True)
     return [step.result([windowed(step, dim, size) for dim, size in pairs])] * len(step.shapes)
 
 
 def windowed(step: InferenceStep, dim: AtomDim, size: int) -> AtomDim:
-    """Return the dim of windows along a dim. If the size changes, only a name from a seed stays.
+    """Return the dim of the windows along a dim.
 
-    The rows of an image keep their name and their mesh axis after a stride. Names that do not come
-    from seeds are found later, so they are not known here.
+    If the size changes, only a name from a seed stays. For example, the rows of an image keep their
+    name and their mesh axis after a stride. Other names are not known yet: the rules find them
+    later.
     """
     atoms = finest(dim)
     if size == size_of(atoms):

@@ -36,7 +36,7 @@ def name_slices(names: Names) -> None:
             if len(wholes) == 1 and wholes[0].name in _INHERITED:
                 why = Evidence(f"a slice of {wholes[0].name.strip('_')}", dim_slice.location)
                 names.give(dim_slice.dim, wholes[0].name, why, guess=wholes[0].guess)
-        # A new name may have split a whole, so group the slices again.
+        # A new name may have split a whole dim, so group the slices again.
         by_whole: dict[tuple[Atom, ...], list[DimSlice]] = {}
         for dim_slice in names.facts.slices:
             by_whole.setdefault(tuple(finest(dim_slice.whole)), []).append(dim_slice)
@@ -64,15 +64,16 @@ def _name_whole(names: Names, slices: Sequence[DimSlice]) -> None:
         return
     leads = {part[0][0] for part in factors}
     tails = {part[1:] for part in factors}
-    # If one weight holds queries, keys and values, with fewer kv heads, its dim has the heads of
-    # all three with one head dim. The dim is spelled HEAD.
+    # One weight may hold queries, keys and values, with fewer kv heads than query heads. Its dim
+    # then has the heads of all three, with one head dim. The axis of these heads is spelled HEAD.
     if len(tails) != 1 or (len(leads) > 1 and leads != {HEAD, KV_HEAD}):
         why = Evidence("parts of different axes", first.location)
         names.give((atom,), EMPTY, why, guess=True)
         return
     (tail,) = tails
     lead = HEAD if len(leads) > 1 else leads.pop()
-    # Several parts of EMBED are not EMBED: they may be scales and shifts of a normalization.
+    # A dim of several EMBED parts may not be EMBED itself: the parts may be scales and shifts of a
+    # normalization. So its name is a guess.
     guess = lead == EMBED or any(
         part.guess for dim_slice in covering for part in finest(dim_slice.dim)
     )
@@ -101,9 +102,10 @@ def _covering(slices: Sequence[DimSlice], size: int) -> list[DimSlice]:
 
 
 def named_factors(dim: Sequence[Atom]) -> NamedFactors:
-    """Return the named factors of a dim. Neighbors of the same axis are one factor.
+    """Return the name and the size of each factor of a dim.
 
-    KV_HEAD and GROUP together are HEAD. A number of shards is multiplied into the factor after it.
+    Neighboring factors of the same axis are one factor. KV_HEAD and GROUP together are HEAD. A
+    number of shards is multiplied into the factor after it.
     """
     factors: list[tuple[str, int]] = []
     shards = 1

@@ -67,7 +67,7 @@ def _names(dims: AtomDims) -> set[str]:
 
 
 def spell(dims: AtomDims, *, is_router: bool = False) -> list[Spelled]:
-    """Return the entries of an annotation.
+    """Return the annotation of a parameter, as one entry per dim.
 
     The entry of a dim depends on the other dims: a head dim beside KV_HEAD is KV_HEAD_DIM, and a
     vector along EMBED is NORM.
@@ -79,14 +79,15 @@ def spell(dims: AtomDims, *, is_router: bool = False) -> list[Spelled]:
     row = [_spell_dim(dim) for dim in dims]
     row = _without_repeats(row)
     axes = [entry.axis for entry in row]
-    # Rules distinguish HEAD_DIM from KV_HEAD_DIM, and HEAD from KV_HEAD.
+    # Strategies have one rule for HEAD_DIM and one for KV_HEAD_DIM. The walk does not distinguish
+    # these two axes.
     if any(KV_HEAD in _members(axis) for axis in axes):
         row = [_renamed(entry, HEAD_DIM, KV_HEAD_DIM) for entry in row]
     others = [axis for axis in axes if axis != LAYERS]
     if others == [EMBED]:
         row = [_renamed(entry, EMBED, NORM) for entry in row]
     if is_router or others in ([EXPERT], [EMBED, EXPERT]):
-        # The weight or the bias of a router. EXPERT is for the weights of experts.
+        # This is the weight or the bias of a router. EXPERT is for the weights of experts.
         row = [_renamed(entry, EXPERT, EXPERT_GATE) for entry in row]
     return row
 
@@ -136,9 +137,10 @@ def _renamed(entry: Spelled, old: str, new: str) -> Spelled:
 def _without_repeats(row: Sequence[Spelled]) -> list[Spelled]:
     """Replicate a dim if another dim has its axis, because both would claim the same mesh axes.
 
-    A dim with a guessed axis is also replicated if another dim has an axis of tensor parallelism,
-    because every preset shards both over `tp`. Example: image classes and features of an MLP. A dim
-    whose axis is certain keeps it. If no axis is certain, the first dim keeps its axis.
+    A dim with a guessed axis of tensor parallelism is also replicated if another dim has an axis of
+    tensor parallelism, because every preset shards both over `tp`. An example is a weight from the
+    features of an MLP to image classes. A dim whose axis is certain keeps it. If no axis is
+    certain, the first dim keeps its axis.
     """
     seen: set[str] = set()
     entries = list(row)

@@ -22,7 +22,7 @@ def guess_scanned(names: Names) -> None:
     """Guess the names of the other dims along which scans run over parameters.
 
     If the scan also runs over activations, such as the weights that a router gives to experts, the
-    dim is EXPERT, else LAYERS.
+    dim is EXPERT. Otherwise it is LAYERS.
     """
     for scan in names.facts.scans:
         why = Evidence("scanned over, but not as layers", scan.location)
@@ -32,12 +32,11 @@ def guess_scanned(names: Names) -> None:
 def name_experts(names: Names) -> None:
     """Name the dim along which every expert has weights of its own.
 
-    A router chooses along it: by `top_k`, by one-hot rows, by groups of a ragged matmul, or by
-    selecting matrices. Another dim that a router chooses along is EXPERT too, if it has as many
-    elements.
+    A router chooses along this dim: by `top_k`, by one-hot rows, by groups of a ragged matmul, or
+    by selecting matrices. Any other dim of the same size that a router chooses along is EXPERT too.
 
     Without a router, a weight that has one matrix per block of a dim is block-diagonal. A gate of
-    RG-LRU or xLSTM is such a weight. Its blocks are guessed to be heads.
+    RG-LRU or xLSTM is such a weight. The guess is that its blocks are heads.
     """
     facts = names.facts
     chosen = {atom for use in facts.top_k if learned(use.dim) for atom in finest(use.dim)}
@@ -59,8 +58,8 @@ def name_experts(names: Names) -> None:
         (key,) = matmul.batch
         names.give(key, EXPERT, Evidence("matrices are selected by a router", matmul.location))
         experts.append(key)
-    # If a scatter sends the tokens, no operation relates the dim of the router's scores to the
-    # expert dim of the weights. Then compare sizes.
+    # If a scatter sends the tokens to the experts, no operation relates the dim of the router's
+    # scores to the expert dim of the weights. So compare sizes.
     sizes = {
         size_of(finest(dim)) for dim in experts if all(atom.name == EXPERT for atom in finest(dim))
     }
@@ -75,7 +74,7 @@ def name_experts(names: Names) -> None:
 
 
 def _blocks(dim: AtomDim, matmul: Matmul) -> list[AtomDim]:
-    """Return the contracted dims that are factors of the same dim of a parameter as `dim`."""
+    """Return the contracted dims that come from the same dim of a parameter as `dim`."""
     places = {place for atom in finest(dim) for place in atom.params}
     return [
         each

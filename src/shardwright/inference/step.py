@@ -22,11 +22,11 @@ class ArrayFacts:
       learned: Whether it depends on parameters.
       one_hot: The dim along which each row has a single 1, selected by the inputs, or None.
       origin: Where it comes from, if it depends on the inputs.
-      inputs: Numbers of the inputs that it depends on.
+      inputs: Which inputs it depends on, by number.
       loops: Its part in the scans around it, as (scan, part): a "carry", a row of "scanned"
         weights, or a result "made" from both by a matmul.
-      leaf: The number of the parameter, if it is one parameter alone.
-      is_computed: Whether it is a matmul of parameters, such as queries of learned latents.
+      leaf: The number of the only parameter that it depends on, or None.
+      is_computed: Whether it comes from a matmul of parameters, such as queries of learned latents.
     """
 
     dims: AtomDims
@@ -59,9 +59,9 @@ class InferenceStep:
       location: Where it is in the model.
       values: The operands.
       facts: What the walk has recorded.
-      walk: Walks a jaxpr that the equation contains: `Walker.walk`.
-      place: Its place in the program, or None inside of equations that `constrained` does not
-        rebuild.
+      walk: `FactWalker.walk`, which walks a jaxpr inside the equation.
+      place: Where the equation is in the program. None inside of equations that `constrained` does
+        not rebuild.
     """
 
     equation: Any
@@ -116,13 +116,13 @@ class InferenceStep:
         *,
         origin: ActivationOrigin | None = None,
     ) -> ArrayFacts:
-        """Return a result that depends on all that the operands depend on.
+        """Return what is known about a result: it depends on all that the operands depend on.
 
         Args:
-          dims: Its dims.
+          dims: The dims of the result.
           one_hot: The dim along which each row has a single 1, or None.
-          origin: Its origin. By default, the origin of the operands, or a new origin if the
-            operands have several.
+          origin: The origin of the result. By default, the origin of the operands, or a new origin
+            if the operands have several.
         """
         # One pass without comprehensions: this runs for each equation, and most operands add
         # nothing new.
@@ -133,7 +133,7 @@ class InferenceStep:
         for value in others:
             data |= value.data
             if value.learned:
-                # The sum of a weight and a bias depends on two parameters, so it is not a leaf.
+                # The sum of a weight and a bias depends on two parameters, so it has no leaf.
                 leaf = value.leaf if not learned or leaf == value.leaf else None
                 learned = True
             if value.inputs != inputs:
@@ -157,7 +157,10 @@ class InferenceStep:
         )
 
     def new_origin(self, *, is_matmul: bool = False) -> ActivationOrigin | None:
-        """Return an origin whose parents are those of the operands, or None without inputs."""
+        """Return an origin whose parents are the origins of the operands.
+
+        Return None if no operand depends on the inputs.
+        """
         if not any(value.data for value in self.values):
             return None
         origins = [value.origin for value in self.values if value.origin is not None]

@@ -1,4 +1,4 @@
-"""Name tables that are looked up: by tokens, by positions, by constants or by a router."""
+"""Name the dims of tables that are looked up by tokens, positions or constants; name logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from shardwright.inference.names import LENGTHS, Names, learned, outputs_of, sum
 from shardwright.inference.step import ArrayFacts
 from shardwright.vocabulary.axes import EMBED, EMPTY, LENGTH, VOCAB
 
-# A table with at most 1/8 of the rows of the largest table holds types or positions, not tokens.
+# If a table has at most 1/8 as many rows as the largest table, its indices are taken as types or
+# positions, not as tokens.
 _SMALL_TABLE: Final = 8
 
 
@@ -76,10 +77,11 @@ def _name_row(names: Names, lookup: TableLookup, *, guess: bool) -> None:
 def _tables(facts: Facts, results: Sequence[ArrayFacts]) -> list[Tables]:
     """Return the tables that are looked up by the inputs, grouped by kind of index.
 
-    The indices are tokens if the last dim of the logits is the dim of the table, as in a tied
-    model. They are also tokens if they have a length, and only this table has as many rows as there
-    are logits. Without logits, they are tokens if they have a length and the model reads nothing
-    else.
+    The indices of a table are tokens in each of these cases:
+
+    - The last dim of the logits is the dim that the indices select along, as in a tied model.
+    - The indices have a length, and only this table has as many rows as there are logits.
+    - The indices have a length, and the model reads no other inputs.
     """
     groups = _grouped(
         lookup for lookup in facts.lookups if not lookup.of_data and lookup.depends_on == "inputs"
@@ -156,11 +158,11 @@ def _ends(
 
 
 def name_logits(names: Names, results: Sequence[ArrayFacts]) -> None:
-    """Name VOCAB: the last dim of the first result, and dims that labels select from.
+    """Give the name VOCAB to the last dim of the first result, and to dims that labels select from.
 
-    The name is a guess unless a table of tokens has as many rows, because the last dim of a
-    classifier's result is its classes. A dim of this size along which `top_k` or argmax chooses is
-    VOCAB too, as in a sampler.
+    The name is a guess unless a table of tokens has as many rows: in the result of a classifier,
+    the last dim is the classes. If `top_k` or argmax chooses along a dim with as many elements as a
+    table of tokens has rows, as in a sampler, this dim is VOCAB too.
     """
     facts = names.facts
     rows = {
@@ -189,7 +191,8 @@ def name_other_tables(names: Names) -> None:
 
 
 def _name_positions(names: Names, lookup: TableLookup) -> None:
-    # Positions count along one dim. Distances, as in T5, count along two: queries and keys.
+    # Indices that are positions increase along one dim. Distances, as in T5, increase along two
+    # dims: those of queries and of keys.
     counted = [dim for dim in lookup.index if any(atom.counts for atom in finest(dim))]
     if len(counted) == 1:
         why = Evidence("a table looked up by positions", lookup.location)

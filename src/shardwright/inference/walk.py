@@ -22,8 +22,8 @@ from shardwright.inference.kernels import Kernels
 from shardwright.inference.step import ArrayFacts, InferenceStep
 
 # To add a primitive, write a function in one of the files above and a line here. Most functions ask
-# `dims.table` which dims correspond. A primitive without a line contains a jaxpr, or is elementwise
-# if all its shapes are equal, or has results with new dims.
+# `dims.table` which dims correspond. If a primitive has no line, the jaxpr inside it is walked. If
+# it has no jaxpr, it is elementwise if its shapes fit. Otherwise its results have new dims.
 RULES: Final[dict[str, Callable[[InferenceStep], list[ArrayFacts]]]] = {
     **dict.fromkeys((*REDUCTIONS, "reduce"), elementwise.reduction),
     **dict.fromkeys(["argmax", "argmin"], indexing.arg_reduction),
@@ -38,8 +38,8 @@ RULES: Final[dict[str, Callable[[InferenceStep], list[ArrayFacts]]]] = {
     ),
     **dict.fromkeys((*SCATTERS, "scatter-sub"), indexing.scatter),
     **dict.fromkeys(
-        # psum_invariant is the psum of a `shard_map` that tracks varying axes. Older versions call
-        # it psum2.
+        # psum_invariant is the psum of a `shard_map` that tracks varying axes. In older versions of
+        # JAX, its name is psum2.
         ["psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pvary", "pbroadcast"],
         manual.collective,
     ),
@@ -157,7 +157,7 @@ class FactWalker:
                 known = elementwise.elementwise(step)
         if known is not None:
             return known
-        # A scalar has no dims, so no fact is lost.
+        # If all results are scalars, they have no dims, so no fact is lost.
         if any(step.shapes):
             reason = "its results have new dims"
             self.facts.unknown.setdefault(name, Evidence(reason, step.location))

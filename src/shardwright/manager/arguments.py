@@ -76,7 +76,7 @@ def check_rules_on_mesh(rules: AxisRules, sizes: Mapping[str, int]) -> None:
     if rules.policy.missing is Missing.REPLICATE:
         return  # A dim is replicated over a missing axis, and each resolution records that.
     names = (*rules.named_mesh_axes(), *rules.policy.idle)
-    # Presets name standard mesh axes that many meshes lack, so these are no error.
+    # Presets name standard mesh axes that many meshes lack, so a missing standard axis is no error.
     problems = []
     for axis in foreign_mesh_axes(names, sizes):
         what = f"a rule names the mesh axis {axis!r}, which the mesh {dict(sizes)} does not have"

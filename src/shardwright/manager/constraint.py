@@ -31,7 +31,7 @@ from shardwright.resolution.partition_specs import (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A spec on the current mesh. It is static and hashable, as arguments of a custom JVP must be.
+    """A spec on the current mesh. It is hashable, as a static argument of a custom JVP must be.
 
     Attributes:
       spec: The whole spec, without Manual mesh axes.
@@ -150,7 +150,7 @@ def place(x: Any, placement: Placement, *, compared: bool = False) -> Any:
 
 
 def check_kept(x: Any, *, path: str = "") -> None:
-    """Check the values of a NumPy array or a number that JAX casts to 32 bits without x64.
+    """Check that JAX can cast a NumPy array or a number to 32 bits, as it does if x64 is off.
 
     Integers must fit in 32 bits. Floats may be rounded, and tiny floats become zero, but a finite
     float must stay finite.
@@ -161,7 +161,7 @@ def check_kept(x: Any, *, path: str = "") -> None:
     wide: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     if wide or isinstance(x, (jax.Array, jax.core.Tracer)):
         return
-    # Compare exact types: a bool is also an int, but is not cast to a float.
+    # Compare exact types: in Python a bool is an int too, but JAX does not cast it.
     plain = _PYTHON.get(type(x))
     dtype = getattr(x, "dtype", None) if plain is None else np.dtype(plain)
     if not isinstance(dtype, np.dtype) or dtype.name not in _HALVES or not np.size(x):
@@ -262,8 +262,8 @@ def _filled(spec: Any, current: PartitionSpec) -> PartitionSpec:
     # The cotangent of a reduced array is unreduced, so a loop adds gradients without a collective.
     # If the array were not marked as reduced, each gradient would be reduced at its matmul, which
     # is correct but slow. A mesh axis that the array is gathered over is marked too, since JAX
-    # wants the sum of a matmul unreduced over all mesh axes that it contracts, or over none. The
-    # transpose is then a reduce-scatter.
+    # wants the sum of a matmul unreduced over all mesh axes that the matmul contracts, or over
+    # none. The transpose of the gather is then a reduce-scatter.
     sharded = {axis for entry in current.partitions for axis in entry_names(entry)}
     reduced = current.reduced and (current.reduced | sharded) - used
     return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=reduced)
@@ -307,8 +307,9 @@ def put(x: Any, placement: Placement, *, compared: bool = False) -> Any:
     sharding = NamedSharding(
         placement.mesh, _filled(placement.spec, current_spec), memory_kind=kind
     )
-    # For an array that is in place, `device_put` takes about 20 µs, 0.2 s for a tree of 10,000. An
-    # uncommitted array has no placement that JAX keeps, so it goes through `device_put`.
+    # Even for an array that is in place, `device_put` takes about 20 µs: 0.2 s for a tree of 10,000
+    # arrays. JAX does not keep the placement of an uncommitted array, so such an array goes through
+    # `device_put`.
     if current is not None and current.is_equivalent_to(sharding, x.ndim) and x.committed:
         return x
     # In one process, `device_put` gives the same result, and takes less time for a replicated
@@ -341,7 +342,8 @@ def gather(w: Any, use: Placement, stored: Placement) -> Any:
 
 
 # JAX transposes a plain constraint to the same constraint, which would request a gathered gradient
-# instead of a reduce-scatter. A custom VJP refuses `jax.jvp` and `jax.hessian`.
+# instead of a reduce-scatter. So this function has a custom derivative. It is a JVP, because a
+# custom VJP refuses `jax.jvp` and `jax.hessian`.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _gather_auto(w: Any, use: Placement, stored: Placement) -> Any:
     return place(w, use)

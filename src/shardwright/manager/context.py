@@ -1,7 +1,8 @@
 """The ambient manager, and its key in JAX's caches.
 
-A thread has a stack of the managers that it entered. A task has a context: a context variable holds
-the manager that was entered last where the task runs, or where it was created.
+A thread has a stack of the managers that it entered. A task has a context with a context variable.
+This variable holds the manager that the task entered last or, if the task entered none, the manager
+that applied where the task was created.
 
 JAX reads neither the stack nor the context variable. It reads a user-context, which belongs to the
 thread. The value of the user-context is a `Key`, which is part of the keys of every cache of JAX.
@@ -32,7 +33,7 @@ APART: Final = jax.make_user_context(default_value=None)  # a new object makes J
 INPUTS: Final = jax.make_user_context(default_value=None)  # the inputs of a `pm.shard_map`
 SETTINGS: Final = jax.make_user_context(default_value=None)  # settings of a bridge for its modules
 RULES: Final = jax.make_user_context(default_value=None)  # state of flax and haliax
-# a platform whose devices this machine may lack
+# the platform for which a plan is made; this machine may have no devices of it
 TARGET: Final = jax.make_user_context(default_value=None)
 
 
@@ -130,7 +131,7 @@ class _EnteredManager:
 class _Thread(threading.local):
     """The entries of this thread, innermost last.
 
-    `below` is the user-context from before the first.
+    `below` is the user-context of the first entry. Its exit restores the value from before.
     """
 
     def __init__(self) -> None:
@@ -310,7 +311,7 @@ def current() -> Any:
             key.asked = True
             # The program that is being traced depends on the absence of a manager. It must not run
             # where a manager applies, so every thread without one gets a fresh key, under which
-            # nothing is cached. JAX then compares before it runs this program again.
+            # nothing is cached. JAX then compares the keys before it runs this program again.
             fresh = key.fresh()
             _AMBIENT.set_global(fresh)
             if _AMBIENT.value is not fresh:  # the user-context of this thread has its own value

@@ -121,8 +121,8 @@ class Manager:
             "sizes": mesh_sizes(mesh),
             "cache": Recent(),
             "_modes": modes,
-            # Values that must last, unlike those of the cache: JAX's key, and whether an entry has
-            # been compared with the other processes.
+            # Values that must last, unlike those of the cache: JAX's key, and whether this manager
+            # has been compared with those of the other processes.
             "_once": {},
             "_uniform": len(set(mesh.axis_types)) == 1,
             "_hash": hash((rules, mesh, mode, effect)),
@@ -225,7 +225,7 @@ class Manager:
         return key
 
     def for_mode(self, mode: str) -> Self:
-        """Return the manager whose calls resolve in a mode; the identical object at each call.
+        """Return this manager with the given mode. For one mode, it is always the same object.
 
         Raises:
           StrategyError: The mode is unknown.
@@ -251,7 +251,7 @@ class Manager:
         return _built(type(self), rules, mesh, {**known, **fields})
 
     def answer(self, request: ShardingRequest, ambient: AbstractMesh | None = None) -> Resolution:
-        """Resolve a request, and let the effect record it: the answer may change a trace.
+        """Resolve a request, and let the effect record it, because the answer may change a trace.
 
         A spec that JAX cannot express on the mesh is a problem too.
 

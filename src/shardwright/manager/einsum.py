@@ -1,7 +1,7 @@
 """`einsum` and `dot_general` with a sharded result, on Auto, Explicit and mixed meshes.
 
 Over Auto mesh axes, the result gets a constraint. Over Explicit mesh axes, the sharding is passed
-as `out_sharding`, because JAX refuses a matmul that contracts a sharded dim without it.
+as `out_sharding`: if a sharded dim is contracted, JAX refuses a matmul without `out_sharding`.
 """
 
 from __future__ import annotations

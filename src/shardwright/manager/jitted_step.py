@@ -49,7 +49,7 @@ class Argument:
         leaves, self.structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
         self.paths = [path for path, _ in leaves]
         self.leaves = [leaf for _, leaf in leaves]
-        # None means that JAX does not restrict the sharding of the array.
+        # None means that the step takes an array of any sharding.
         self.shardings = self.structure.flatten_up_to(shardings)
 
     def problem(self, path: Sequence[Any], what: str, fix: str) -> Problem:
@@ -103,7 +103,7 @@ class Argument:
                     move = "jax.device_put(x, sharding)"
                 what = f"the array is placed as {_placement(placed)}, and jit_step was given "
                 what += _placement(sharding)
-                fix = f"move it with {move}, as jit_step was given it"
+                fix = f"move it with {move} to the sharding that jit_step was given"
                 problems.append(self.problem(path, what, fix))
         return problems
 
@@ -163,14 +163,15 @@ class Argument:
 class JittedStep:
     """The training step that `jit_step` returns. It checks its arguments, then runs the step.
 
-    The checks run once for each combination of structures, of the state's shapes and dtypes, and of
-    the inputs' shapes.
+    The checks run again only if the structures, the shapes or dtypes of the state, or the shapes of
+    the inputs are new.
 
     Args:
       jitted: The result of `jax.jit`.
       state: The state that the step takes and returns.
       inputs: The other arguments of the step.
-      check: Function of (annotation, shape, path) that raises an error if the two do not fit.
+      check: Function of (annotation, shape, path) that raises an error if the annotation does not
+        fit the shape.
       donate: Whether the memory of the old state is reused.
     """
 
@@ -244,7 +245,7 @@ class JittedStep:
         self._known.add(key)
 
     def _placed(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments with the whole state on the mesh, none of them deleted.
+        """Return the arguments with the whole state on the mesh, and refuse deleted arrays.
 
         The state is placed here: if JAX placed it, JAX would compile again for the state that the
         step returns. Deleted arrays are refused here, because JAX 0.10 ends the process if an
@@ -313,15 +314,15 @@ class JittedStep:
 
 
 def is_open_or_annotation(leaf: Any) -> bool:
-    """Tell whether a leaf describes all arrays of an input below its path."""
+    """Tell whether a leaf describes all arrays below its path in an input."""
     return leaf is None or is_annotation(leaf)
 
 
 def checked_state(argument: Argument, before: Any, after: Any) -> Any:
     """Return the new state of a step, strongly typed where the old state is.
 
-    A state that differs cannot reuse the memory of the old state, and the next call would compile
-    again.
+    A new state of another structure or type could not reuse the memory of the old state, and the
+    next call would compile again.
 
     Raises:
       StrategyError: The new state differs in structure, shapes or dtypes from the state that the

@@ -106,8 +106,8 @@ def plan_gather(
 
     Raises:
       ShardingError: See `find_split`.
-      ManualAxisError: The used weight is sharded over a Manual mesh axis. This mesh axis does not
-        split the value, or is minor to an axis that is not Manual.
+      ManualAxisError: The used weight is sharded over a Manual mesh axis that does not split the
+        value, or that is minor to an axis that is not Manual.
     """
     split = find_split(weight, inputs)
     shape = weight.whole(split)

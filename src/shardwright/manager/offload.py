@@ -188,8 +188,8 @@ class _LayerUpdate:
 
     def _scanned(self, members: list[int], own: list[int]) -> tuple[dict[int, Any], dict[int, Any]]:
         targets = self._targets()
-        # An update overwrites the gradient of its layer, unless its dtype differs. XLA updates a
-        # carry in place, so no second array of the size of the parameters exists.
+        # If the dtypes agree, the update of a layer overwrites the gradient of this layer. XLA
+        # updates a carry in place, so no second array of the size of the parameters exists.
         buffers = {
             at: targets[at] for at in members if self.apply or self.dtypes[at] == targets[at].dtype
         }
@@ -219,7 +219,7 @@ class _LayerUpdate:
 
         count = jnp.arange(np.shape(self.named[members[0]].value)[0])
         (buffers, moments), (results, shared) = lax.scan(body, (buffers, moments), count)
-        # Every layer counts the same step, so each has the same scalars.
+        # The scalars, such as the count of steps, are equal in all layers: take the first.
         return {**buffers, **results}, {**moments, **{at: x[0] for at, x in shared.items()}}
 
     def _params(

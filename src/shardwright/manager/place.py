@@ -199,15 +199,15 @@ def global_array(
     # Without `global_shape=`, the sizes become known only here, and may not divide.
     manager.answer(ShardingRequest(annotation, shape, mode)).require()
     if group is not None:
-        # `make_array_from_process_local_data` does not compare the copies of a shard. Replicas that
-        # differ would be wrong silently.
+        # `make_array_from_process_local_data` does not compare the copies of a shard. Copies that
+        # differ would give wrong results without an error.
         compare_copies(group, sharding, local, shape)
     try:
         array: jax.Array = jax.make_array_from_process_local_data(sharding, local, shape)
     except ValueError as error:
-        what = f"the local array has the shape {local.shape}, which is not the part of this "
-        what += f"process of {shape} under {sharding.spec}"
-        fix = f"leave it out for {constraint.global_shape(sharding, local.shape)}"
+        what = f"the local array has the shape {local.shape}, but under {sharding.spec} the part "
+        what += f"of this process of {shape} has another shape"
+        fix = f"omit global_shape: it is then {constraint.global_shape(sharding, local.shape)}"
         raise ShardingError(what, path="global_shape", fix=fix) from error
     return array
 

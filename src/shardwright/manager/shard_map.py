@@ -136,7 +136,8 @@ class SemanticShardMap:
     ) -> Callable[..., Any]:
         """Return the function in a context from which `gather` reads how the inputs are split.
 
-        Inside another `shard_map` the shapes of the inputs are not global, so this is not used.
+        Inside another `shard_map` the shapes of the inputs are not global, so this method is not
+        used there.
         """
         specs = jax.tree.leaves(in_specs)
 
@@ -159,7 +160,9 @@ class SemanticShardMap:
     def _place_arguments(
         self, args: tuple[Any, ...], in_specs: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], Mesh | AbstractMesh | None]:
-        """Return the placed arguments, their specs, and the mesh for `shard_map`: None if ambient.
+        """Return the placed arguments, their specs, and the mesh for `shard_map`.
+
+        The mesh is None if `shard_map` takes the ambient mesh.
 
         If the ambient mesh has Manual axes, `shard_map` accepts no other mesh.
         """
@@ -328,8 +331,8 @@ class SemanticShardMap:
     def _out_dim(self, dim: Dim, mesh_axes: _AxesByName) -> tuple[str, ...]:
         """Return the mesh axes of an output's dim.
 
-        If a dim of an input has the same axes, return its mesh axes, else the mesh axes of each
-        axis in turn.
+        If a dim of an input has the same axes, return the mesh axes of this dim. Otherwise return
+        the mesh axes of each axis in turn.
         """
         if dim.axes in mesh_axes:
             return mesh_axes[dim.axes]

@@ -111,10 +111,10 @@ def nested_shard_map(
 ) -> Callable[..., Any]:
     """Return `jax.shard_map` of `f` over the mesh axes that an outer `shard_map` leaves.
 
-    Its gradient compiles. The gradient of a plain `jax.shard_map` does not compile: the residuals
-    between its two directions vary over the outer axes too, and get shardings that XLA refuses. So
-    the backward pass is a `shard_map` of its own, which runs `f` again. Only reverse mode is
-    supported, and only arguments can be differentiated, not values that `f` closes over.
+    The gradient of a plain `jax.shard_map` does not compile here: the residuals that its forward
+    pass saves vary over the outer axes too, and get shardings that XLA refuses. So the backward
+    pass is a `shard_map` of its own, which runs `f` again. Only reverse mode is supported, and only
+    arguments can be differentiated, not values that `f` closes over.
 
     Args:
       f: Function of trees of local arrays.

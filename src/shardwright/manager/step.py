@@ -95,7 +95,7 @@ def jit_step(
 ) -> Callable[..., Any]:
     """Jit a training step `(state, *inputs) -> (state, metrics)` that donates its state.
 
-    It moves optimizer state in host memory to the device, and back after the step.
+    The jitted step moves optimizer state in host memory to the device, and back at the end.
     """
     state_shardings = _shardings_of(manager, state, "state")
     described = jitted_step.Argument("state", state, state_shardings)
@@ -164,7 +164,7 @@ def _shardings_of(
 
 def _argument_sharding(manager: Manager, leaf: Any, path: str) -> NamedSharding:
     if is_tuple_of_annotations(leaf):
-        what = f"{describe(leaf)} is one annotation of composites, or one annotation per array"
+        what = f"{describe(leaf)} may be one annotation of composites, or one annotation per array"
         fix = "write one annotation for all arrays of the input, or pass arrays with shardings"
         raise StrategyError(what, path=path, fix=fix)
     if is_annotation(leaf):

@@ -61,7 +61,7 @@ def shardings(
 
 
 def _by_annotation(manager: Manager, mode: str | None, role: Role | str) -> Shardings:
-    """Return a table of shardings by annotation and shape, which computes each at first use."""
+    """Return a table of shardings by annotation and shape. A sharding is computed at first use."""
     key = ("shardings", mode, role)
     known = manager.cache[key]
     if known is None:

@@ -1,4 +1,4 @@
-"""`gather`: a stored weight in the sharding that computation uses, and its gradient as stored."""
+"""`gather`: bring a weight into the sharding of its use, and its gradient into the stored one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _gather(manager: Manager, w: Any, request: ShardingRequest) -> Any:
         lower(annotation, as_shape(shape) if ambient.manual_axes else local)
         annotation = annotation.axes
     shape = None if shape is None else as_shape(shape)
-    # Without rules by path, all layers of a model share one entry.
+    # Without rules by path, all layers of a model share one entry of the cache.
     path = request.path if request.path is not None and manager.reads_paths else None
     key: Any = ("gather", annotation, local, shape, request.mode, path, ambient)
     if ambient.manual_axes:

@@ -244,7 +244,7 @@ def _current_inputs(inputs: Inputs | None) -> tuple[Input, ...]:
 
 
 def _split_if_gathered(weight: Weight, inputs: Inputs | None) -> Split | None:
-    """Return the split of a value that has the shape of an input after `gather`, else None.
+    """If the value has the shape that an input has after `gather`, return its split, else None.
 
     A gathered value varies over the same mesh axes as its shard, so the axes that JAX tracks do not
     distinguish the two.
@@ -330,7 +330,7 @@ def _fitting(weight: Weight, axes: list[str]) -> list[Split]:
             fitting.append(split)
     if fitting:
         return fitting
-    # The shape that is closest to a resolution gives the most useful messages.
+    # The resolution with the fewest problems gives the most useful messages.
     best = min(failed, key=lambda resolution: len(resolution.problems), default=None)
     problems = [_unknown_shard(weight)] if best is None else best.problems
     raise_problems(problems, resolution=best)

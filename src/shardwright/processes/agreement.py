@@ -2,8 +2,8 @@
 
 Processes with different rules compile different programs, and then wait for each other in a
 collective forever. So a manager compares its values when it is first entered. The first entry waits
-until every process of the mesh has entered a manager with the same digest. Each digest has a
-meeting of its own, so threads may enter several managers in any order.
+until every process of the mesh has entered a manager with the same digest of its values. Each
+digest has a meeting of its own, so threads may enter several managers in any order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from shardwright.processes.meeting import (
     unanswered,
 )
 
-# Seconds in which another thread may still enter the manager that another process has entered.
+# If an absent process has entered another manager, one of its other threads may still enter this
+# manager within this many seconds.
 GRACE_S: Final = 1.0
 _ROOM: Final = f"{ROOT}/manager"
 _FIX: Final = (
@@ -115,7 +116,7 @@ class _Entering:
         self._store.set(self._own, json.dumps(entry).encode())
 
     def look(self, waited: float) -> MeetingVerdict | None:
-        """Look, as the first process, for absent processes that have entered another manager."""
+        """If this process is the first, look for absent processes that entered another manager."""
         if not self.meeting.is_first:
             return None
         if not self._published:
@@ -129,7 +130,7 @@ class _Entering:
         return _differing(others)
 
     def failure(self) -> MeetingVerdict:
-        """Return the verdict if a process has entered neither this manager nor another manager."""
+        """Return the verdict of a wait that ends before every process has entered this manager."""
         absent = self.absent()
         if self.meeting.is_complete or not absent:
             return unanswered(self._text)
@@ -177,7 +178,7 @@ class _Entering:
         return compare.disagreement(sides, what, _FIX, suffix=suffix)
 
     def _entered(self) -> dict[int, dict[str, Any]]:
-        """Return the entries of each process, by rank and name."""
+        """Return for each process, by rank: name of a manager that it entered -> the entry."""
         entered: dict[int, dict[str, Any]] = {}
         for key, value in self._store.entries(f"{_ROOM}/entered").items():
             rank, name = key.split("/")

@@ -1,6 +1,6 @@
 """Compare values between the processes that a mesh spans, without a collective.
 
-Each process writes a digest of its values into JAX's coordination store. The process that comes
+Each process writes a digest of its values into JAX's coordination store. The process that arrives
 last compares the digests, and writes one verdict for all. If digests differ, two of the processes
 also write their values.
 """
@@ -74,7 +74,8 @@ class ProcessOptions:
 
     Attributes:
       agree: Whether the manager compares values with the other processes.
-      watchdog: Seconds that a process may be missing before the others exit, or None for no limit.
+      watchdog: Seconds that a process may be missing before the others exit, or None for no
+        watchdog.
 
     Raises:
       StrategyError: `agree` is not a bool, or `watchdog` is not a number of at least 1.
@@ -151,7 +152,7 @@ def packed(facts: ProcessFacts) -> bytes:
 
 
 def unpacked(data: bytes) -> dict[str, Fact]:
-    """Return the facts of `packed`."""
+    """Return the facts that `packed` has written as bytes."""
     return {key: Fact(*fact) for key, fact in json.loads(zlib.decompress(data)).items()}
 
 
@@ -169,16 +170,16 @@ def compare(
 
     The n-th call for a topic compares with the n-th calls of the other processes for this topic.
 
-    Each process sends at most 6 messages, unless it waits for more than 3 seconds.
+    Each process sends at most 6 messages to the store, unless it waits for more than 3 seconds.
 
     Args:
       group: The processes.
       topic: Name of the comparison.
-      facts: This process's values.
-      what: Text that says what is compared. It is the subject of the sentences of messages.
+      facts: The values of this process.
+      what: Text that says what is compared. It is the subject of sentences in messages.
       fix: How to fix a difference.
-      patience: Seconds to wait for the other processes. The wait starts again as long as all absent
-        processes compile, which their watchdogs report.
+      patience: Seconds to wait for the other processes. The wait starts again if all absent
+        processes compile. Their watchdogs report this.
       detail: `what` with details that distinguish the call from others of its kind. Defaults to
         `what`.
 
@@ -195,8 +196,8 @@ def compare(
     store.set(f"{meeting.folder}/digests/{group.rank}", digest.encode())
     meeting.arrive()
     if meeting.is_first and number > _KEPT:
-        # All processes have finished the earlier calls, so their keys are not needed. Keep the last
-        # few, because other threads may still compare.
+        # The keys of earlier calls are no longer needed. Keep those of the last few calls, because
+        # other threads may still compare.
         store.delete(f"{room}/{number - _KEPT}")
     waiting = Waiting(group, meeting, what, detail or what, patience)
     try:
@@ -212,7 +213,8 @@ def compare(
     finally:
         waiting.withdraw()
     if "error" in verdict:
-        # Give the number back: the next call is compared with the call that a process has missed.
+        # Give the number back. Then the next call of this process is compared with the call that an
+        # absent process still has to make.
         store.count(calls, -1)
         raise AgreementError(verdict["error"], fix=verdict.get("fix", _FIX))
     if not verdict:
@@ -230,7 +232,7 @@ def compare(
 
 
 def _compared(group: ProcessGroup, meeting: Meeting) -> MeetingVerdict:
-    """Return the first two processes whose digests differ, or nothing."""
+    """Return the first process and one whose digest differs from it, or an empty verdict."""
     digests = ranks_in(group.store, f"{meeting.folder}/digests")
     first, *others = group.ranks
     differing = [rank for rank in others if digests.get(rank) != digests[first]]
@@ -238,7 +240,7 @@ def _compared(group: ProcessGroup, meeting: Meeting) -> MeetingVerdict:
 
 
 class Waiting:
-    """The wait of one process in a comparison, which the other processes can read in the store.
+    """The wait of one process in a comparison. The other processes can read where it waits.
 
     The main threads of two processes may wait for each other in different calls. Neither continues,
     so both calls fail. Waits of other threads are left out, because another thread may still make
@@ -318,7 +320,7 @@ class Waiting:
         return f"{text} ({processes_text(compiling)}: compiling)" if compiling else text
 
     def _crossing(self, absent: Sequence[int]) -> MeetingVerdict | None:
-        """Return the problem if an absent process waits for these processes in another call."""
+        """Return an error if an absent process waits in another call for a process of this call."""
         store, own = self._group.store, (self._meeting.room, self._meeting.attempt)
         waits = {
             int(rank): json.loads(text) for rank, text in store.entries(f"{ROOT}/waits").items()
@@ -343,12 +345,12 @@ class Waiting:
 
 
 def publish_ranks(group: ProcessGroup) -> None:
-    """Write the ranks of a group under its name, because the ranks are too long for every key."""
+    """Write the ranks of a group under its name. Keys have the name, as the ranks are too long."""
     group.store.set(f"{ROOT}/groups/{group.name}/ranks", json.dumps(group.ranks).encode())
 
 
 def ranks_of(group: ProcessGroup, name: str) -> Sequence[int]:
-    """Return the ranks of the group with a name, or none if they are not known yet."""
+    """Return the ranks of the group with this name. They are empty if they are not known yet."""
     if name == group.name:
         return group.ranks
     found = group.store.entries(f"{ROOT}/groups/{name}")
@@ -409,7 +411,7 @@ def array_text(value: Any) -> str:
 
 
 def processes_text(ranks: Sequence[int]) -> str:
-    """Return `process 3`, `processes 1, 2 and 5`, or the first of many and their number."""
+    """Return `process 3` or `processes 1, 2 and 5`. Of many ranks, count those after the tenth."""
     if len(ranks) == 1:
         return f"process {ranks[0]}"
     more = len(ranks) - _MOST_RANKS

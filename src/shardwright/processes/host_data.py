@@ -82,7 +82,7 @@ def compare_copies(
 ) -> None:
     """Compare the data of shards that devices of several processes hold.
 
-    Each process cuts these shards from its own part of a global array, and reads no other shards.
+    Each process cuts these shards from its own part of the global array.
 
     Raises:
       AgreementError: The data differs, or a process did not make the call.
@@ -96,7 +96,7 @@ def compare_copies(
         shared = {whole: (("", (slice(None),) * local.ndim),)}
         advice = "since global_shape has the size of the local array"
         alternative = "or leave global_shape out, to join the parts"
-    # All processes make their comparisons in one order, as each waits for the others.
+    # All processes make these comparisons in the same order, because a comparison waits for others.
     for ranks in sorted(shared):
         facts = {
             f"the local array at {text}" if text else "the local array": Fact(
@@ -115,7 +115,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Bounds, set[int]]:
-    """Return the processes whose devices hold each shard, by the bounds of the shard."""
+    """Return a map: bounds of a shard -> the processes whose devices hold this shard."""
     holders: dict[Bounds, set[int]] = {}
     indices: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
     for device, index in indices.items():
@@ -164,8 +164,8 @@ def _shared_shards(
 ) -> dict[tuple[int, ...], tuple[tuple[str, LocalSlices], ...]]:
     """Return the shards of a process that other processes hold too, by the ranks of all holders.
 
-    Each entry has the place of the shard as text, and the slices of the shard in the process's
-    part. The text is empty if the shard is the whole part. `local` is the shape of this part.
+    Each shard is a pair: its place as text, and its slices in the part that this process passes.
+    The text is empty if the shard is the whole part. `local` is the shape of this part.
     """
     holders = _holders(sharding, shape)
     sides = _sides(holders, rank, len(shape))
@@ -173,8 +173,8 @@ def _shared_shards(
     shared: dict[tuple[int, ...], list[tuple[str, LocalSlices]]] = {}
     for box in own:
         if len(holders[box]) > 1:
-            # The part of a process has the process's shards in order, without gaps, unless it has
-            # the whole dim.
+            # The part of a process has the shards of this process in order, without gaps, unless
+            # the part has the whole dim.
             starts = [
                 side[0] if size == whole else known.index(side) * (side[1] - side[0])
                 for known, side, size, whole in zip(sides, box, local, shape, strict=True)
@@ -189,7 +189,7 @@ def _shared_shards(
 
 
 def read_local(local: Any) -> Any:
-    """Return the part of a process as an array.
+    """Return the part of a global array that this process passes, as an array.
 
     Raises:
       StrategyError: The part is not an array of numbers.

@@ -18,15 +18,15 @@ from typing import Any, Final
 from shardwright import _jax
 
 ROOT: Final = "shardwright"
-# Seconds of one wait. Python answers Ctrl-C between two of them.
+# Seconds of one wait. Python answers Ctrl-C only between two waits.
 _SLICE_S: Final = 5.0
 # Seconds until processes that are not the first say where they wait.
 _OTHERS_LOOK_S: Final = 3.0
 # Seconds within which a process that decides or that closes the meeting must write the verdict.
 _VERDICT_S: Final = 5.0
-# Added to the number of arrivals if a wait fails. The store adds to a number in one step, so either
-# the last arrival or the first failure decides. Numbers of the store have 32 bits: enough if each
-# of 32,767 processes fails.
+# Added to the counter of arrivals if a wait fails. The store adds to a counter in one step, so it
+# is certain whether the last arrival or the first failure came first, and that one decides.
+# Counters have 32 bits, which is enough even if each of 32,767 processes fails.
 _CLOSED: Final = 2**16
 
 MeetingVerdict = dict[str, Any]
@@ -116,7 +116,7 @@ def collect(
 ) -> MeetingVerdict:
     """Wait for the verdict of a meeting.
 
-    The watchdog looks for this function: a process that is in it waits for others.
+    The watchdog looks for this function on the stack: a process inside it waits for others.
 
     Args:
       meeting: The meeting, at which this process has arrived.
@@ -132,7 +132,8 @@ def collect(
         verdict = decide()
         meeting.decide(verdict)
         return verdict
-    # The first process decides. The others wait a little longer, in case the first has ended.
+    # If the wait fails, the first process writes the verdict. The others wait a little longer, in
+    # case the first process has ended.
     patience += 0.0 if meeting.is_first else 1.0
     begun = time.monotonic()
     deadline, closed = begun + patience, False
@@ -142,8 +143,8 @@ def collect(
         if found is not None:
             return found
         now = time.monotonic()
-        # Each look reads the store. So look often only in the first 10 seconds, within which a
-        # difference is to be reported.
+        # Each look reads the store, so look often only in the first 10 seconds. A difference must
+        # be reported within this time.
         pause = min(first_look, 1.0) if meeting.is_first and now - begun < 10 else _SLICE_S
         failed = None if closed else look(now - begun)
         if failed is None and now < deadline:
@@ -167,7 +168,7 @@ def any_late(store: _jax.CoordinationStore, absent: Sequence[int]) -> bool:
 
 
 def unanswered(what: str) -> MeetingVerdict:
-    """Return the verdict for the case that all processes arrived, but the last did not decide."""
+    """Return the verdict if all processes have arrived, but the last one has not decided."""
     return {
         "error": f"all processes have reached {what}, but the last process has not compared them",
         "fix": "look in the output of the other processes: one of them has ended",
@@ -180,7 +181,7 @@ def ranks_in(store: _jax.CoordinationStore, folder: str) -> dict[int, str]:
 
 
 def busy_compiling(store: _jax.CoordinationStore, ranks: Sequence[int]) -> list[int]:
-    """Return which processes compile a program, as their watchdogs have said."""
+    """Return which of the processes compile a program, as their watchdogs report."""
     beats = store.entries(f"{ROOT}/watchdog/beats")
     return [
         rank

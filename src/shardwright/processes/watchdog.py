@@ -30,17 +30,18 @@ from shardwright.processes.meeting import ROOT, collect
 # EX_TEMPFAIL of sysexits.h: the program may succeed if it is started again.
 EXIT_CODE: Final = 75
 _ROOM: Final = f"{ROOT}/watchdog"
-# Share of a processor above which the main thread counts as busy.
+# The main thread counts as busy if it uses more than this share of a processor.
 _MAIN_BUSY: Final = 0.005
-# Share of a processor above which the process counts as busy. Compilers work in other threads.
+# The process counts as busy if it uses more than this share of a processor. Compilers work in
+# threads other than the main thread.
 _PROCESS_BUSY: Final = 0.05
-# Largest number of characters of a program's lines in a beat.
+# Largest number of characters of `place` in a beat.
 _MOST_PLACE: Final = 200
-_GRACE: Final = 0.3  # seconds that the others get to end, after all of them have left
+_GRACE: Final = 0.3  # seconds that the others get to end, after all of them have reported LEFT
 
 
 class _State(enum.StrEnum):
-    """The state of a process, as it reports it.
+    """The state of a process, as the process itself reports it.
 
     A process in the state LEFT has printed its message, and ends.
     """
@@ -102,8 +103,8 @@ class Watchdog(threading.Thread):
         self._groups, self._seconds = {group.ranks}, float(seconds)
         self._main = _MainThread()
         self._seen: dict[int, tuple[int, float]] = {}
-        # The line in which a process has waited longest, and since when other processes have ended
-        # or been at other lines.
+        # The line of the process that has waited longest. For each process that has ended or is at
+        # another line, `_apart` has the time since when it has.
         self._waited_at = ""
         self._apart: dict[int, float] = {}
         self._own = _Beat()
@@ -123,7 +124,7 @@ class Watchdog(threading.Thread):
 
     @property
     def _led(self) -> frozenset[int]:
-        """The processes that this process leads, itself included. None if it leads none."""
+        """The processes that this process leads, itself included. Empty if it leads none."""
         own = [ranks for ranks in self._groups if min(ranks) == self._rank]
         return frozenset().union(*own)
 
@@ -206,7 +207,7 @@ class Watchdog(threading.Thread):
         return now - since
 
     def _is_silent(self, rank: int) -> bool:
-        """Tell whether several beats of a process are missing: its last beat may be outdated."""
+        """Tell whether several beats of a process are missing. Its last beat is then outdated."""
         now = time.monotonic()
         return now - self._seen.get(rank, (0, now))[1] > 4 * self._interval
 

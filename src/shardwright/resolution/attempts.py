@@ -1,4 +1,4 @@
-"""The state of a dim while it is decided: `decide` writes and reads it."""
+"""The state of a dim while `decide` decides the dim."""
 
 from __future__ import annotations
 

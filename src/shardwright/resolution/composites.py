@@ -74,7 +74,7 @@ def reduced(
     )
 
 
-# The caller has checked that the mesh has this axis, so the result does not depend on the mesh. So
+# The caller has checked that the mesh has this axis, so the result does not depend on the mesh, and
 # all rules and meshes share these values.
 @functools.lru_cache(maxsize=1024)
 def _single(written: tuple[str, ...]) -> TriedCandidate:
@@ -87,8 +87,8 @@ class Composite:
 
     Attributes:
       members: The rules of the members that have a rule, in order.
-      chains: The candidates of each member, in order. The last candidate is empty if the member is
-        allowed to add no mesh axes.
+      chains: The candidates of each member, in order. The last candidate is empty if the member
+        does not have to add a mesh axis.
       ref: The members' rules, for messages.
       unruled: A record for each member without a rule. Such a member adds no mesh axes.
     """
@@ -102,8 +102,8 @@ class Composite:
     def fallback(self) -> Fallback:
         """The fallback that applies if no candidate fits.
 
-        This is `-` if each member is allowed to add no mesh axes, and at least one rule ends in
-        `-`; else none.
+        This is `-` if no member has to add a mesh axis, and at least one rule ends in `-`.
+        Otherwise there is no fallback.
         """
         may_be_empty = all(not chain[-1].written for chain in self.chains)
         # A chain also ends in an empty candidate if the mesh has none of its axes. Only an empty
@@ -119,7 +119,8 @@ class Composite:
     def candidates(self) -> Iterator[TriedCandidate]:
         """Yield the candidates of the product, one at a time.
 
-        What a member skipped is recorded only once, in the first candidate of the product after it.
+        A skip of a member is recorded only once: in the first candidate of the product that comes
+        after this skip.
         """
         # Compare by identity, because equal candidates of two members both report what they
         # skipped.
@@ -142,10 +143,11 @@ class Composite:
     def with_fallback(
         self, parts: Sequence[tuple[str, ...]], fits: Callable[[tuple[str, ...]], bool]
     ) -> str:
-        """Return as text the members' rules with a fallback, so that a failed candidate would fit.
+        """Return the text of members' rules with a fallback, so that a failed candidate would fit.
 
-        A member with a fallback may add no mesh axes. Try to change a single rule, starting with
-        the last member. If no single change is enough, return all rules that can be changed.
+        A member with a fallback does not have to add a mesh axis. Try to change a single rule,
+        starting with the last member. If no single change is enough, return all rules that can be
+        changed.
         """
         able = [
             at
@@ -204,9 +206,10 @@ def make_composite(
 def _chain(
     rule: Rule, sizes: Mapping[str, int], missing: Missing, min_size: int
 ) -> tuple[TriedCandidate, ...]:
-    """Return the candidates of a member in order, without repetitions and empty candidates.
+    """Return the candidates of a member in order, each only once.
 
-    If the member may add no mesh axes, the last candidate is empty.
+    Empty candidates are left out, except the last one: if the member does not have to add a mesh
+    axis, the last candidate is empty.
     """
     chain: list[TriedCandidate] = []
     skipped: tuple[Skip, ...] = ()
@@ -214,7 +217,7 @@ def _chain(
         candidate = reduced(written, sizes, missing, min_size)
         skipped += candidate.skipped
         # Different candidates may have equal mesh axes left: "dp+fsdp | dp" on a mesh with fsdp=1.
-        # The product would try each of them.
+        # Without this test, the product would try both.
         if candidate.misses_axis or (
             candidate.live and candidate.live not in [other.live for other in chain]
         ):

@@ -68,7 +68,7 @@ class Decider:
       manual: Mesh axes that an enclosing `shard_map` has already applied.
       taken: Mesh axis -> position and label of the dim that holds it.
       problems: The problems so far.
-      by_semantic_axis: Dims that use the rule of the semantic axis named in `Dim.semantic_axis`.
+      by_semantic_axis: Positions of dims whose rule is that of the axis `Dim.semantic_axis`.
       min_size: Size of the smallest mesh axis that a dim can be sharded over. By default 2, because
         a mesh axis of size 1 shards nothing.
     """
@@ -118,14 +118,14 @@ class Decider:
         if not decision.mesh_axes:
             return decision
         kept: set[str] = set()
-        # Activations have no path, so the rule comes from the tables. If it names a gathered mesh
-        # axis, weight and activation are sharded alike along this axis, and the weight stays
-        # sharded over it.
+        # Activations have no path, so the rule comes from the tables. If this rule names a mesh
+        # axis of `policy.gather`, weight and activation are sharded alike along this mesh axis. The
+        # weight then stays sharded over it.
         for axis in (dim.semantic_axis,) if decision.dim in self.by_semantic_axis else dim.axes:
             stated = self.rules.stated(axis, mode=self.mode, role=Role.ACTIVATION, path=None)
             rule = stated or default_rule(axis)
-            # The activation may have another size than the weight, so all candidates of its rule
-            # count.
+            # The activation may have another size than the weight, and so another candidate may
+            # apply to it. So keep the mesh axes of all candidates of its rule.
             kept.update(rule.mesh_axes if rule is not None else ())
         dropped = set(self.rules.policy.gather) - kept
         gathered = tuple(axis for axis in decision.mesh_axes if axis in dropped)
@@ -138,7 +138,8 @@ class Decider:
         Raises:
           _jax.Inconclusive: The size is symbolic, and the answer depends on its value.
         """
-        # If the remainder of a symbolic size is unknown, `== 0` returns False, and `>= 1` raises.
+        # If the remainder of a symbolic size is unknown, `== 0` would return False. `>= 1` raises
+        # `Inconclusive`.
         return not size % self.shards(axes) >= 1
 
     def shards(self, live: tuple[str, ...]) -> int:
@@ -166,7 +167,7 @@ class Decider:
         return rule, size
 
     def _is_one(self, size: int | None, rule: Rule) -> bool:
-        """Tell whether the global size of a dim is 1. If only the local size is known: False."""
+        """Tell whether the global size of a dim is known to be 1. The local size does not tell."""
         if size is None or _jax.is_symbolic(size) or not self.manual.isdisjoint(rule.mesh_axes):
             return False
         return size == 1
@@ -181,7 +182,7 @@ class Decider:
     def _literal(self, pending: PendingDecision, names: tuple[str, ...]) -> DimDecision:
         """Decide an entry of a literal spec like the candidate of a rule.
 
-        Only a policy may remove a mesh axis that the mesh does not have.
+        A mesh axis that the mesh does not have is an error, except under `missing = "replicate"`.
         """
         pending.literal = True
         ref = RuleRef(key=f"dim {pending.dim}", text="+".join(names) or "-", source="literal spec")
@@ -192,8 +193,9 @@ class Decider:
             fallback = Fallback.UNCONSTRAINED
         known = {*self.sizes, Fallback.UNCONSTRAINED.value}
         absent = next((name for name in names if name not in known), None)
-        # A rule serves many meshes, so a mesh axis that it lacks is skipped. A literal spec is
-        # written for one mesh, so an absent name is a typing error or a logical name of flax.
+        # A rule serves many meshes, so a mesh axis that one of them lacks is skipped. A literal
+        # spec is written for one mesh, so an absent name is a typing error or a logical name of
+        # flax.
         if absent is not None and self.rules.policy.missing is Missing.SKIP:
             what = f"mesh axis {absent!r} is not in the mesh"
             fix = missing_entry_fix(absent, self.sizes)
@@ -225,8 +227,8 @@ class Decider:
 
         If the rules of a composite conflict, add a problem and return None.
         """
-        # A weight layout such as `ColumnWise` stands for semantic axes only where a weight is
-        # meant. For an activation its parallelism axes are taken literally.
+        # A weight layout such as `ColumnWise` stands for semantic axes only if the array is a
+        # weight. For an activation, the parallelism axes of the layout are taken literally.
         if dim.semantic_axis and self.role is not Role.ACTIVATION:
             rule = self._semantic_rule(dim)
             if rule is not None:
@@ -317,8 +319,8 @@ class Decider:
             # answers.
             attempts.tried_axes.append(live)
             blocked = self.blocked(live)
-            # A conflict comes before a size that does not divide. Otherwise a strategy in which two
-            # dims claim one mesh axis would be accepted for the sizes that happen not to divide.
+            # Test for a conflict before the size is tested. Otherwise a strategy in which two dims
+            # claim one mesh axis would be accepted for the sizes that happen not to divide.
             if blocked and not self._dropped(size, live):
                 failure = Failure(candidate=candidate, reason=Reason.TAKEN, blocked_by=blocked)
                 self._fail(attempts, failure)
@@ -501,7 +503,7 @@ def _conflict_fix(
     if pending.literal:
         return once + "None or another mesh axis here"
     if pending.named in holders:
-        # Where the rule shards nothing, as for the window of a conv, an axis may occur twice.
+        # Two dims may have one axis only if its rule shards nothing, as for the window of a conv.
         scores = ": attention scores, for instance, are (BATCH, HEAD, QUERY_LENGTH, BIAS_KV_SEQ)"
         return f"give each dim its own axis, or EMPTY{scores if 'LENGTH' in pending.named else ''}"
     end = f', or end the rule in a fallback, "{rule.ref.text} | -"'
@@ -538,7 +540,7 @@ def _indivisible(
     end = "or choose a size and a mesh that divide"
     pipeline = decider.rules.pipeline
     if pipeline is not None and pipeline.runs and pending.named == axis_label(LAYERS):
-        # The rule of LAYERS may not have a fallback if stages run.
+        # If the stages of a pipeline run, the rule of LAYERS may not have a fallback.
         each = " per repeat" if pipeline.repeats > 1 else ""
         axes = "+".join(live)
         fallback = f"choose a number of layers{each} that {axes} divides, or another {axes}"

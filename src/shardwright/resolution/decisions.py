@@ -160,7 +160,7 @@ class DimDecision:
       label: The dim's axes as messages show them.
       size: Number of elements, or None if no shape was given.
       outcome: How it was decided.
-      mesh_axes: The mesh axes that the dim is sharded over, slowest first, Manual ones included.
+      mesh_axes: The mesh axes that the dim is sharded over, major first. Manual ones are included.
       rule: The rule that decided, or None. If the dim has all of its mesh axes from a policy, this
         is the rule of the policy.
       skipped: Mesh axes and candidates that were skipped before the decision, in order.
@@ -213,7 +213,8 @@ class DimDecision:
             Outcome.POLICY_MISSING: 'policy missing = "replicate"',
             Outcome.FAILED: "failed",
         }[self.outcome]
-        # An EMPTY skip follows the skips of all its mesh axes. Those skips give the reason already.
+        # Before a skip with the reason EMPTY come the skips of all mesh axes of its candidate. They
+        # already give the reason.
         skips = dict.fromkeys(str(skip) for skip in self.skipped if skip.reason is not Reason.EMPTY)
         parts = [*skips, *([outcome] if outcome else [])]
         for policy, added in (("largest_dim", self.largest_dim), ("zero1", self.zero1)):
@@ -289,7 +290,8 @@ class Resolution:
         """Return the spec.
 
         Raises:
-          ShardingError: There are problems. The error has all of them, in the class of the first.
+          ShardingError: There are problems. The error has all of them, and the first problem
+            decides its class.
         """
         raise_problems(self.problems, resolution=self)
         assert self.spec is not None

@@ -2,8 +2,8 @@
 
 `[policy] largest_dim` adds mesh axes to stored weights, and `zero1` adds some to optimizer state.
 Both policies try candidates in order, and give the free mesh axes of the first candidate that fits
-to one dim. The policies differ in which dims may take these mesh axes. `decide` decides whether a
-size divides: the resolver passes that function in as `fits`.
+to one dim. The policies differ in which dims may take these mesh axes. Whether a size divides is
+decided in `decide`: the resolver passes in its method `Decider.fits`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class _Addition:
 
     Attributes:
       key: Key of the policy. The field of `DimDecision` with the added mesh axes has the same name.
-      only_free: Whether only dims without mesh axes may get some; then the largest dim is tried
-        first. Otherwise every dim may get some, and the first dim that fits gets them.
+      only_free: Whether only dims without mesh axes may get the free mesh axes. If so, the largest
+        dim is tried first. Otherwise every dim may get them, and dims are tried in order.
       none: Text of notes and errors if no dim fits.
-      then: How an array that no candidate fits is sharded if the rule ends in `-`.
+      then: Text that says how an array is sharded if no candidate fits and the rule ends in `-`.
     """
 
     key: str
@@ -81,8 +81,8 @@ class StoredDims:
 def add_zero1(param: Derived, rule: Rule | None, array: StoredDims) -> Derived:
     """Shard optimizer state over mesh axes that its parameter does not use.
 
-    The first dim that divides over all free mesh axes in addition to its own is sharded over them,
-    as its minor axes. Dims annotated `EMPTY` are never sharded.
+    The first dim that divides over its own mesh axes and all free ones together gets the free ones
+    as minor axes. Dims annotated `EMPTY` are never sharded.
 
     Args:
       param: Decisions of the parameter.
@@ -101,10 +101,10 @@ def add_zero1(param: Derived, rule: Rule | None, array: StoredDims) -> Derived:
 def add_largest_dim(weight: Derived, policy: Policy, array: StoredDims) -> Derived:
     """Shard a weight over mesh axes that its rules do not use, along its largest free dim.
 
-    A dim is free if its rule gives it no mesh axis. Dims annotated `EMPTY`, LAYERS and entries of a
-    literal spec are never sharded. A weight, or a layer of a stack, keeps its decisions if it has
-    fewer than `policy.largest_dim_min_size` elements. It also keeps them if no candidate fits and
-    the rule ends in `-`.
+    A dim is free if its rule gives it no mesh axis. LAYERS, dims annotated `EMPTY`, and entries of
+    a literal spec are never sharded. A weight keeps its decisions if it has fewer than
+    `policy.largest_dim_min_size` elements. In a stack, the elements of one layer count. A weight
+    also keeps its decisions if no candidate fits and the rule ends in `-`.
 
     Args:
       weight: Decisions of the weight by its rules.
@@ -219,8 +219,8 @@ def _first_fitting(
     fix = "pass shape=, with symbolic sizes as multiples, such as 8*b"
     if policy.only_free:
         # Along a Manual mesh axis sizes are local, and another dim may be the largest by its local
-        # size. `zero1` takes the first dim that divides, and along a Manual mesh axis every dim
-        # divides.
+        # size. `zero1` does not have this problem: it takes the first dim that divides, and along a
+        # Manual mesh axis every dim divides.
         if manual := [axis for axis in free if axis in array.manual]:
             what += f", and inside shard_map over {'+'.join(manual)} they are local"
             fix = "use gather, which finds the global shape or takes it as shape=, or annotate "

@@ -1,4 +1,4 @@
-"""`PartitionAxis`: rules as attributes. Compiles to the same `AxisRules` as a strategy file."""
+"""`PartitionAxis`: rules as attributes. It compiles to `AxisRules`, as a strategy file does."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ _FOLLOWS = {
 def default_of(attributes: Attributes, name: str) -> Any:
     """Return the default of an attribute.
 
-    An attribute that follows others has their value; any other has `NOT_GIVEN`.
+    If the attribute follows other attributes, its default is their value. Otherwise its default is
+    `NOT_GIVEN`.
     """
     if name not in _FOLLOWS:
         return NOT_GIVEN
@@ -148,8 +149,8 @@ def joined_names(
 ) -> tuple[Any, ...] | None:
     """Return the mesh axes of several names as one tuple, or None if there is none.
 
-    Several parallelism axes may be the same mesh axis, which then appears only once. Only a mesh
-    axis that the user wrote twice stays twice, which is an error later.
+    Several parallelism axes may be the same mesh axis, which then appears only once. A mesh axis
+    that the user wrote twice appears twice, and raises an error later.
     """
     joined: list[Any] = []
     for name in names:

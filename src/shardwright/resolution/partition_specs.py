@@ -36,7 +36,7 @@ def canonical_spec(
 
 
 def spec_of(*dims: tuple[str, ...]) -> PartitionSpec:
-    """Return the canonical spec of mesh axes by dim."""
+    """Return the canonical spec of dims. Each argument has the mesh axes of one dim."""
     return canonical_spec(map(entry_of, dims))
 
 

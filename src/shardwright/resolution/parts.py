@@ -1,6 +1,6 @@
-"""Derive the decisions of parts of a weight from those of the weight.
+"""Derive the decisions of a part of a weight, such as its scales, from those of the weight.
 
-`decide` decides whether a size divides. The resolver passes that function in as `fits`.
+Whether a size divides is decided in `decide`: the resolver passes in its method `Decider.fits`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _followed(
     size: Any = decision.size
     failed = dataclasses.replace(decision, outcome=Outcome.FAILED, mesh_axes=())
     try:
-        # A dim of the same size was already decided as a dim of the whole, possibly by its policy.
+        # A dim of the same size was already decided as a dim of the whole, possibly by a policy.
         if size == whole or fits(size, decision.mesh_axes):
             return decision, None
     except _jax.Inconclusive:

@@ -1,4 +1,4 @@
-"""`[pipeline]` of a strategy: the layers of each stage, and its microbatch in each tick."""
+"""`[pipeline]` of a strategy: the layers of each stage, and the microbatch of a stage per tick."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Schedule(enum.StrEnum):
     """In which order the stages run the microbatches.
 
     NONE has no stages: the layers are stored over pp, and gathered before they run. GPIPE sends all
-    microbatches through the stages once, CIRCULAR once for each chunk of a stage's layers.
-    ONE_F_ONE_B alternates forward and backward passes, so that a stage keeps the inputs of few
-    microbatches.
+    microbatches through the stages once. CIRCULAR sends them through the stages once for each chunk
+    of a stage's layers. ONE_F_ONE_B alternates forward and backward passes, so that a stage keeps
+    the inputs of few microbatches.
     """
 
     NONE = "none"
@@ -31,9 +31,10 @@ class Schedule(enum.StrEnum):
 
 
 class GatherWeights(enum.StrEnum):
-    """When FSDP gathers the weights of a stage: for each chunk that runs, or before the first tick.
+    """When FSDP gathers the weights of a stage.
 
-    ONCE keeps the gathered weights of the stage in memory during the step.
+    TICK gathers them for each chunk that runs. ONCE gathers them before the first tick, and keeps
+    the gathered weights in memory during the step.
     """
 
     TICK = "tick"
@@ -47,7 +48,7 @@ class Pipeline:
     Attributes:
       schedule: The schedule.
       microbatches: Number of microbatches of a batch.
-      repeats: Number of chunks of layers of a stage.
+      repeats: Number of chunks into which the layers of a stage are divided.
       gather: When weights are gathered.
 
     Raises:
@@ -78,8 +79,8 @@ def microbatch_problem(pipeline: Pipeline, stages: int) -> Problem | None:
         return None
     return Problem(
         error=IndivisibleError,
-        what=f"{count} microbatches do not divide over {STAGES}={stages}, and each stage stores as "
-        "many of them as the others",
+        what=f"{count} microbatches do not divide over {STAGES}={stages}, and all stages store the "
+        "same number of microbatches",
         path="microbatches",
         fix=f"write microbatches = {-(-count // stages) * stages} under [pipeline]",
     )
@@ -117,7 +118,7 @@ def stage_notes(
 
 
 def _layers_of(stage: int, chunk: int, size: int, repeats: int) -> str:
-    """Return the indices of a stage's layers as text; A repeat has `size` layers."""
+    """Return the indices of a stage's layers as text. Each repeat has `size` layers."""
     firsts = [repeat * size + stage * chunk for repeat in range(repeats)]
     return ", ".join(
         f"{first}-{first + chunk - 1}" if chunk > 1 else f"{first}" for first in firsts

@@ -1,4 +1,4 @@
-"""Dicts of bounded size, which keep the values that were used last."""
+"""Dicts of bounded size, which keep the most recently used values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KEPT: Final = 10_000
 
 
 class Recent(dict[Any, Any]):
-    """A dict that keeps at least the last `KEPT` values that were used, and at most twice as many.
+    """A dict that keeps at least the `KEPT` most recently used values, and at most twice as many.
 
     `recent[key]` returns a value, or None if there is none. `keep` adds a value. If several threads
     compute the value of one key at the same time, all of them get the object that was added first.
@@ -28,8 +28,9 @@ class Recent(dict[Any, Any]):
 
         The value then counts as used again.
         """
-        # Values are not ordered by their last use. They are in a newer or in an older `dict`. So
-        # finding a value in the newer one takes no lock and calls no Python code.
+        # Values are not ordered by their last use. They are in this dict, or in an older one if
+        # they were used longer ago. So finding a value in this dict takes no lock and calls no
+        # Python code.
         value = self._older.get(key) if self._older else None
         return None if value is None else self.keep(key, value)
 

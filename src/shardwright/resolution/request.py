@@ -77,7 +77,7 @@ class ShardingRequest(NamedTuple):
         return ShardingRequest(annotation, shape, mode, role, path, frozenset(manual), mode_from)
 
     def lowered(self, rules: AxisRules) -> tuple[Lowered, tuple[str, ...]]:
-        """Return the annotation lowered for the request's shape, and notes about that."""
+        """Return the annotation lowered for the request's shape, and notes if it was fitted."""
         shape = None if self.shape is None else tuple(self.shape)
         return _lower_fitted(self.annotation, shape, rules)
 

@@ -39,8 +39,8 @@ from shardwright.vocabulary.lowering import (
 )
 from shardwright.vocabulary.modes import MODE_TRAIN, is_mode, parse_mode
 
-# Problems that a shape or a mesh can cause. Other problems, such as an unknown axis, are mistakes
-# of the program, which `hint` also reports.
+# Problems that a shape or a mesh can cause. `hint` leaves dims with such problems to the compiler.
+# Other problems, such as an unknown axis, are mistakes of the program, so `hint` reports them.
 _LEFT_OPEN = (IndivisibleError, AxisConflictError, ManualAxisError)
 
 
@@ -69,8 +69,8 @@ def resolve(
       manual: Mesh axes that an enclosing `shard_map` has already applied.
 
     Raises:
-      ShardingError: The annotation does not resolve. The error has all `problems`, in the class of
-        the first, and the `resolution`.
+      ShardingError: The annotation does not resolve. The error has all `problems` and the
+        `resolution`. The first problem decides its class.
     """
     resolution = explain(
         axes, rules, mesh_shape, mode=mode, role=role, shape=shape, path=path, manual=manual
@@ -201,8 +201,8 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
         path=path or "",
         problems=derived.problems,
         notes=(*derived.notes, *in_stages),
-        # Scalars, such as the step of an optimizer, stay on the device: a transfer costs more than
-        # their bytes.
+        # Scalars, such as the step of an optimizer, stay on the device: a transfer would cost more
+        # than the few bytes of device memory that it frees.
         memory=memory.ref if memory is not None and derived.decisions else None,
         mesh=sizes.pairs,
     )

@@ -1,6 +1,7 @@
 """Decide the dims of a request in the order of the rules: `policy.order = "rules"`.
 
-The unit is the candidate, not the dim. All candidates of all dims are tried once, in rank order:
+A dim is not decided at once. Instead, the candidates of all dims are sorted by rank, and each is
+tried once. The ranks are:
 
 1. Candidates of `[[tensors]]` entries, by entry and line.
 2. Candidates of the tables, in the order in which tables are looked up, then by place in the table.
@@ -73,8 +74,8 @@ class _Open:
 def decide_in_rule_order(decider: Decider, dims: Sequence[Dim]) -> list[DimDecision]:
     """Decide all dims of a request, in the order of their rules."""
     # A mesh axis of size 1 stays in the candidates, so that it is taken like any other. Otherwise
-    # the spec would depend on whether a mesh axis that shards nothing has one device or two.
-    # `_sharded` removes it at the end.
+    # the other mesh axes of a dim could change when the size of this one changes from 1 to 2.
+    # `_sharded` removes mesh axes of size 1 at the end.
     decider.min_size = 1
     decisions: dict[int, DimDecision] = {}
     waiting: dict[int, _Open] = {}
@@ -98,7 +99,8 @@ def decide_in_rule_order(decider: Decider, dims: Sequence[Dim]) -> list[DimDecis
             decisions[position] = decision
             for axis in decision.mesh_axes:
                 decider.taken[axis] = (position, entry.pending.named)
-    # The first problem gives the error its class, so its dim must not depend on the order of rules.
+    # The first problem decides the class of the error, so sort the problems by dim. Otherwise the
+    # class would depend on the order of the rules.
     decider.problems.sort(key=lambda problem: problem.dim or 0)
     return [_sharded(decisions[position], decider.sizes) for position in range(len(dims))]
 
@@ -107,8 +109,8 @@ def _opened(decider: Decider, position: int, dim: Dim) -> DimDecision | _Open:
     """Return a dim as `_Open` if candidates have to be tried for it, else its decision."""
     names = [axis for axis, _ in dim.merged] if dim.merged else dim.axes
     if dim.literal is not None or not names or not decider.rules.known_axes.issuperset(names):
-        # A literal entry, a dim without names, or an unknown axis has no place among the rules. A
-        # literal entry takes its mesh axes before all rules.
+        # A literal entry, a dim without names, and an unknown axis have no rank. A literal entry
+        # takes its mesh axes before all rules.
         return decider.decide(position, dim)
     size = None if decider.shape is None else decider.shape[position]
     pending = PendingDecision(dim=position, label=dim.label, size=dim.size if dim.merged else size)
@@ -136,8 +138,8 @@ def _ranks(decider: Decider, position: int, dim: Dim, entry: _Open) -> Sequence[
         ranks_of(decider.rules, axis, mode=decider.mode, role=decider.role, path=decider.path)
         for axis in axes
     ]
-    # The ranks are those of the stated rule. Use them only if this rule has as many candidates: a
-    # rule for size 1 may have another number.
+    # The ranks are those of the stated rule. Use them only if `entry.rule` has as many candidates.
+    # If it is the rule for a dim of size 1 (`Rule.of_one`), it may have another number.
     if not isinstance(entry.rule, Composite) and len(ranks[0]) == len(entry.candidates):
         return ranks[0]
     lowest = min((rank for member in ranks for rank in member), default=(DEFAULT, 0, 0))
@@ -172,7 +174,7 @@ def _tried(decider: Decider, entry: _Open, at: int) -> DimDecision | None:
         pending.rule = refs[at] if refs else entry.rule.ref
         unchecked = entry.size is None
         return pending.decided(Outcome.CHOSEN, mesh_axes=attempt.chosen, unchecked=unchecked)
-    # Under `conflict = "next"` a size that does not divide ends the chain.
+    # Under `conflict = "next"`, if a size does not divide, no later candidate is tried.
     is_next = decider.rules.policy.conflict is Conflict.NEXT
     is_last = is_next and failure is not None and failure.reason is Reason.INDIVISIBLE
     attempts.failure = failure if is_last else attempts.failure or failure

@@ -182,11 +182,11 @@ class Policy:
         annotation.
       largest_dim: Candidates of mesh axes, or None. The first candidate that fits shards a stored
         weight along its largest free dim that divides.
-      largest_dim_min_size: Number of elements below which `largest_dim` does not change a weight,
-        or a layer of stacked weights.
+      largest_dim_min_size: `largest_dim` does not change a weight that has fewer elements than
+        this. In a stack of weights, the elements of one layer count.
       zero1: Candidates of mesh axes that shard optimizer state in addition to its parameter, or
         None.
-      idle: Mesh axes that are on purpose in no rule, so that everything is replicated over them.
+      idle: Mesh axes that no rule names, on purpose: everything is replicated over them.
 
     Raises:
       StrategyError: A choice does not exist; a name in `gather` or `idle` occurs twice or cannot
@@ -222,7 +222,7 @@ POLICY_PRESETS: dict[str, Policy] = {
 
 
 def parse_rule(text: str, *, ref: RuleRef | None = None) -> Rule:
-    """Parse `"dp+fsdp | dp | -"`.
+    """Parse the text of a rule, such as `"dp+fsdp | dp | -"`.
 
     Args:
       text: The rule.
@@ -413,9 +413,9 @@ class AxisRules:
             for mode, table in zip(MODES, self.activations, strict=True)
         }
         for mode, table in zip(MODES, self.params, strict=True):
-            # All roles of a weight share one table. They differ after the decision: `use` drops the
-            # gathered mesh axes, and `state` adds those of zero1. All roles add those of
-            # largest_dim.
+            # All roles of a weight share one table. The roles differ only after the dims are
+            # decided: `use` drops the gathered mesh axes, and `state` adds those of zero1. All
+            # roles add those of largest_dim.
             tables[mode, Role.PARAM] = tables[mode, Role.USE] = tables[mode, Role.STATE] = dict(
                 table
             )
@@ -468,7 +468,7 @@ class AxisRules:
         keeping the rules alive.
         """
         if not self._fingerprint:
-            # Tables share rules, and the `repr` of a rule is slow. So compute it once per rule.
+            # Tables share rules, and the `repr` of a rule is slow. So compute one `repr` per rule.
             tables = (*self.activations, *self.params)
             rules = {id(rule): rule for table in tables for _, rule in table}
             texts = {key: repr(rule) for key, rule in rules.items()}
@@ -600,8 +600,8 @@ def build_rules(
       attention: Mode -> the line that names its implementation of attention; `default` is for the
         other modes.
       pipeline: `[pipeline]`, or None.
-      orders: Axis of every candidate of a table in the order in which they are written, by name of
-        the table. Defaults to the order of the table. Only `policy.order = "rules"` needs it.
+      orders: Name of a table -> the axes of its candidates, in the order in which these are
+        written. Defaults to the order of the table. Only `policy.order = "rules"` needs it.
       memory: Where parameters and optimizer state live; the first rule that applies decides.
       saved: Values that rematerialization saves, and where. Defaults to the values that each policy
         saves, on the device.

@@ -73,7 +73,8 @@ def unknown_axis(axis: str, known: Collection[str], *, declare: str = "") -> Pro
     Args:
       axis: The axis.
       known: Canonical names of the axes that may be used.
-      declare: How to declare the user's own axis. Defaults to the entry of a strategy.
+      declare: Text that says how to declare the user's own axis. Defaults to a text on `[axes]` of
+        a strategy.
     """
     name = axis_label(axis)
     canonical = canonical_axis(name)
