@@ -54,8 +54,8 @@ _LOOPS: Final = frozenset({"scan", "while"})
 _READ_FROM_MEMORY: Final = _LOOPS | {"pallas_call"}  # no operand is fused into these primitives
 _PARTS: Final = 8  # parts of a result that a collective matmul holds: four for each direction
 _HELD: Final = 4  # at least this many of these parts are in memory
-# A collective matmul has at least this many operations for each byte of a part, as measured for v5e
-# and v5p, rings of 4, 8 and 16, both float types, and each size.
+# A collective matmul has at least this many operations for each byte of a part. The bound was the
+# same for v5e and v5p, for rings of 4, 8 and 16 devices, for both float types and for all sizes.
 _MIN_FLOPS: Final = 4216
 _PAIR: Final = 2  # two devices never run a collective matmul
 _ANGLES: Final = frozenset({"sin", "cos"})
@@ -103,7 +103,8 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         for value, aval, later in zip(values, step.results, step.wanted, strict=True)
     ]
     if step.name == "dynamic_update_slice" and step.values[0].free and births[0] is not None:
-        # XLA may pad the gradient of a slice in the kernel that adds it, so it may take no memory.
+        # XLA may pad the gradient of a slice in the kernel that adds this gradient. So the padded
+        # gradient may take no memory.
         births[0].min_bytes = 0
     if step.name == "dot_general":
         single = with_one_row(step.equation, [{0}, {1}])
@@ -149,15 +150,16 @@ def _hold_parts(
 ) -> tuple[int, list[Buffer]]:
     """Reduce the buffer of a sum to the parts that are in memory after the matmul.
 
-    A collective matmul holds parts in place of the sum. As measured, these are at least four parts
-    on a ring of eight devices, and three on a ring of four. While it runs, it holds at most eight,
-    or six on a ring of four: two that it multiplies, two that it receives and two that it adds. On
-    a ring of eight it is a loop, for which XLA copies the left operand.
+    A collective matmul holds parts of the sum in place of the whole sum. As measured, these are at
+    least four parts on a ring of eight devices, and three on a ring of four. While the matmul runs,
+    it holds at most eight parts on a ring of eight. On a ring of four it holds at most six: two
+    that it multiplies, two that it receives and two that it adds. On a ring of eight, the matmul is
+    a loop, for which XLA copies the left operand.
 
     Returns:
-      The fewest bytes of parts, and buffers of what is in memory only while the matmul runs.
+      The fewest bytes of parts, and the buffers that are in memory only while the matmul runs.
     """
-    # Other equations may have no results, such as a print.
+    # An equation that is not a matmul, such as a print, may have no results.
     if step.name != "dot_general" or not step.ledger.tiled or (total := births[0]) is None:
         return 0, []
     if not parts:
@@ -216,7 +218,7 @@ def _mark_reduced(name: str, operands: Iterable[Buffer]) -> None:
 
 
 def _mark_turned(equation: Any, operands: Iterable[Buffer]) -> None:
-    """Mark the matmuls whose last dim a transpose moves: no kernel has whole rows of the result.
+    """Mark results of matmuls whose last dim a transpose moves: no kernel has their whole rows.
 
     Grouped queries are an example: `bqgrk,bsgk->bgrqs` is a matmul `[b, g, s, q, r]`, transposed.
     """
@@ -230,9 +232,10 @@ def _mark_turned(equation: Any, operands: Iterable[Buffer]) -> None:
 
 
 def _is_one_hot(step: PlanStep) -> bool:
-    """Tell whether a scatter writes single elements into a constant, one for each row.
+    """Tell whether a scatter writes one element into each row of a constant.
 
-    XLA compares positions instead. An example is the derivative of picking the logit of each label.
+    Instead of this scatter, XLA compares positions. An example is the derivative of picking the
+    logit of each label.
     """
     if step.name not in SCATTERS or not step.values[0].free:
         return False
@@ -243,11 +246,11 @@ def _is_one_hot(step: PlanStep) -> bool:
 
 
 def _shard_sums(step: PlanStep, births: Sequence[Buffer | None]) -> None:
-    """Note the fewest bytes of each carry of a scan: the bytes of a shard, if the carry may be
-    sharded.
+    """Note the fewest bytes of each carry of a scan.
 
-    If a carry starts as a constant and is sharded after the loop, it may also be sharded in the
-    loop. The sum of the gradients of microbatches is an example.
+    If a carry starts as a constant and is sharded after the loop, XLA may also shard it in the
+    loop. So the fewest bytes are those of one shard. The sum of the gradients of microbatches is an
+    example.
     """
     constants, carries, _ = _jax.scan_parts(step.parameters)
     starts = step.values[constants : constants + carries]
@@ -280,7 +283,8 @@ def _parts(step: PlanStep, results: Sequence[ShardedValue]) -> int:
 def _whole_sum(step: PlanStep, results: Sequence[ShardedValue]) -> Buffer | None:
     """Return the operand of a reduce-scatter if no collective matmul makes this sum, else None.
 
-    XLA's schedulers run such a reduce-scatter as soon as there is a sum, since it frees memory.
+    XLA's schedulers run such a reduce-scatter as soon as its operand is computed, since this frees
+    memory.
     """
     if step.name not in CONSTRAINTS or not step.ledger.tiled:
         return None
@@ -368,7 +372,7 @@ def _rows_of_table(step: PlanStep) -> Buffer | None:
 
 
 def _split(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs behind those operands of a matmul that keep their last dim and another dim.
+    """Return the inputs of those operands of a matmul that keep their last dim and another dim.
 
     Args:
       equation: A matmul.
@@ -438,7 +442,7 @@ def _overwritten(equation: Any, operands: Sequence[Buffer | None]) -> list[Buffe
         chosen = operands[:1]
     elif name == "scan":
         (loop,) = bodies(equation)
-        # A loop updates its carries in place, beginning with their first values.
+        # A loop updates its carries in place, so it overwrites their first values.
         chosen = operands[loop.fixed : loop.fixed + loop.carried]
     elif name == "pallas_call":
         chosen = [operands[at] for at, _ in equation.params["input_output_aliases"]]
@@ -478,13 +482,13 @@ def add_local(
 def _matmul_inputs(
     jaxpr: Any, choose: Callable[[Any, Sequence[set[int]]], list[set[int]]], for_gpus: bool
 ) -> frozenset[int]:
-    """Return the positions of the inputs behind those operands of matmuls that `choose` chooses.
+    """Return the positions of the inputs that some operands of matmuls are computed from.
 
     Args:
       jaxpr: The equations.
-      choose: Function of a matmul and of a list. The list has, for each operand, the positions of
-        the inputs from which the operand is computed. The function returns the entries of the list
-        for the operands that it chooses.
+      choose: Chooses these operands of one matmul. Its arguments are the matmul, and a list that
+        has, for each operand, the positions of the inputs that the operand is computed from. It
+        returns the items of this list for the operands that it chooses.
       for_gpus: Whether the walk is for GPUs, which decides the branches that run. `for_gpus` is a
         part of the key of the cache.
     """
@@ -514,7 +518,7 @@ def _matmul_inputs(
 
 
 def _relaid(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs behind those operands of a matmul whose batch dims do not come first."""
+    """Return the inputs of those operands of a matmul whose batch dims do not come first."""
     batch = equation.params["dimension_numbers"][1]
     found = []
     for each, variable, dims in zip(read, equation.invars, batch, strict=True):
@@ -582,6 +586,6 @@ def _bytes(aval: Any) -> int:
 
 
 def _bodies(equation: Any) -> list[Any]:
-    """Return the jaxprs that an equation runs: of a loop, a `cond` or a call."""
+    """Return the jaxprs that a loop, a `cond` or a call runs, without conditions of `while`."""
     found = run_bodies(equation)
     return [body.jaxpr for body in found if body.runs is not Runs.BEFORE_EACH_ROUND]

@@ -36,7 +36,7 @@ UNKNOWN_RUNS: Final = "while (number of runs)"
 
 
 def scan(step: PlanStep) -> list[ShardedValue]:
-    """Follow a scan. Its body runs once per row, and each carry keeps one sharding."""
+    """Follow a scan. Its body runs once per iteration, and each carry keeps one sharding."""
     (loop,) = bodies(step.equation)
     constants, carries, body = loop.fixed, loop.carried, loop.jaxpr
     avals, split = step.avals, constants + carries
@@ -74,8 +74,8 @@ def scan(step: PlanStep) -> list[ShardedValue]:
                 end.buffer.min_bytes = min(end.buffer.min_bytes, part)
     for start, end, variable in zip(carry, ends, body.outvars, strict=False):
         if not start.free:
-            # A `while` of XLA has one sharding per carry, the same at the start and the end of a
-            # step.
+            # In XLA's `while`, a carry has the same sharding at the start and at the end of each
+            # iteration.
             turned = [{*old} ^ {*new} for old, new in zip(start.dims, end.dims, strict=True)]
             step.doubt(frozenset().union(*turned), _CARRY)
             step.ledger.move(end, variable.aval, start.dims, location, origins=start.origins)
@@ -116,7 +116,7 @@ def _with_slices(step: PlanStep, values: list[ShardedValue], variables: Any) -> 
 def _with_carries(
     step: PlanStep, carry: Sequence[ShardedValue], variables: Any
 ) -> list[ShardedValue]:
-    """Give the carries of a scan their buffers in the body, or none.
+    """Give the carries of a scan buffers in its body if the scan is in a pipeline, else None.
 
     A carry is in memory during the whole scan, so it is counted outside, with the results. In a
     pipeline, this would count the received microbatch twice: it is dead long before the next
@@ -149,8 +149,8 @@ def _carried(
     """Return the shardings that the carries of a scan keep.
 
     A carry keeps the sharding of its first value, except in two cases: the body returns it with
-    more shards, or every device can make the first value by itself. The carry then keeps the
-    sharding in which the body returns it.
+    more shards, or every device can make the first value by itself. In both cases, the carry gets
+    the sharding in which the body returns it.
     """
     fixed, starts, inputs = values
     carry = [_settled(value, runs=location.runs) for value in starts]
@@ -278,9 +278,9 @@ def call(step: PlanStep) -> list[ShardedValue] | None:
 
 
 def _own_dims(step: PlanStep, key: str, avals: Sequence[Any]) -> list[Dims | None]:
-    """Return the mesh axes of each dim that a `jit` requires of its arguments or results.
+    """Return the shardings (mesh axes of each dim) that a `jit` requires of arguments or results.
 
-    None stands for an array without a sharding in the `jit`.
+    None stands for an array for which the `jit` names no sharding.
     """
     shardings = step.parameters.get(key) or [None] * len(avals)
     return [

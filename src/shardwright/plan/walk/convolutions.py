@@ -23,10 +23,11 @@ _GATHER: Final = "gather the dim with shard(...) before this {}"
 
 
 def convolution(step: PlanStep) -> list[ShardedValue]:
-    """Follow a convolution. A sharded dim of several groups is gathered first."""
+    """Follow a convolution. A sharded dim that has several groups is gathered first."""
     numbers, sizes = step.parameters["dimension_numbers"], step.ledger.sizes
     whole = [step.whole(0), step.whole(1)]
-    # Spatial dim -> its label in both operands and in the result, and how far its windows reach.
+    # `names`: spatial dim -> its labels in the two operands and in the result. `reaches`: dim of
+    # the image -> the rows before and after a shard that its windows reach.
     names: dict[int, tuple[str, str, str]] = {}
     reaches: dict[int, tuple[int, int, int]] = {}
     # The mesh axes of the spatial dims along which the window has several elements.
@@ -68,8 +69,8 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
     channels = whole[1].dims[numbers.rhs_spec[0]]
     if channels and windowed:
         # With JAX 0.10.2 and 0.12 on CPUs, XLA multiplies the result by the number of channel
-        # shards, or its gradient is wrong. Result and gradient are right if the kernel is whole or
-        # the window has one element.
+        # shards, or returns a wrong gradient. Result and gradient are right if the kernel is whole
+        # or the window has one element.
         step.doubt(
             windowed,
             f"store the kernel whole over {'+'.join(channels)}: where the image is sharded along "
@@ -135,7 +136,7 @@ def pool(step: PlanStep) -> list[ShardedValue]:
 def _exchange(
     step: PlanStep, at: int, value: ShardedValue, reaches: Mapping[int, tuple[int, int, int]]
 ) -> None:
-    """Note a permute for the rows that devices need of each of their neighbors."""
+    """Note the permutes of the rows that each device needs from its two neighbors."""
     aval, sizes = step.avals[at], step.ledger.sizes
     local = [
         -(-size // shards(axes, sizes)) for size, axes in zip(aval.shape, value.dims, strict=True)
@@ -171,7 +172,8 @@ def _labels(step: PlanStep, names: Mapping[int, tuple[str, str, str]]) -> Labels
         tuple(name for _, name in sorted(zip(spec, (*two, *rest), strict=True)))
         for spec, two, rest in zip(specs, pairs, zip(*names.values(), strict=True), strict=True)
     )
-    # The number of operations depends on the dims of the kernel that are not in the result.
+    # The number of multiplications is the size of the result, times the sizes of the kernel's dims
+    # that are not in the result.
     sizes: dict[Any, int] = dict(zip(right, step.avals[1].shape, strict=True))
     sizes.pop(outer[0])
     sizes |= dict(zip(result, step.results[0].shape, strict=True))

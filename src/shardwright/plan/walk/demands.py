@@ -17,7 +17,7 @@ from shardwright.plan.walk.factors import fitting, placed, spread
 from shardwright.plan.walk.values import Dims
 
 Demands: TypeAlias = dict[Any, Dims]
-# With demands passed through more primitives, plans would differ from XLA's programs.
+# If demands were passed through more primitives, plans would differ from XLA's programs.
 _PASSED_ON: Final = ELEMENTWISE | {"transpose", "broadcast_in_dim", "reshape"}
 
 

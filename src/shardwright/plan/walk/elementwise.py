@@ -15,7 +15,7 @@ from shardwright.plan.walk.step import PlanStep
 from shardwright.plan.walk.values import ShardedValue, axes_of, local_elements, shards
 from shardwright.trees.tensors import whole_bytes
 
-_EXACT: Final = "biu"  # kinds of bools and integers, which are sent as they are reduced
+_EXACT: Final = "biu"  # kinds of bools and integers: they are sent in the type of their reduction
 
 
 def elementwise(step: PlanStep) -> list[ShardedValue]:
@@ -26,8 +26,9 @@ def elementwise(step: PlanStep) -> list[ShardedValue]:
         return [_converted(step, replace(step.maybe_partial(0), table_moves=()))]
     if step.name in ADDITIONS:
         operands = [step.maybe_partial(at) for at in range(len(step.values))]
-        # XLA's AllReduceReassociate: the sum of two all-reduces is one all-reduce of a sum. On
-        # TPUs, the all-reduces of a scatter and a matmul stay two, as for a tied table under ddp.
+        # XLA's AllReduceReassociate turns the sum of two all-reduces into one all-reduce of a sum.
+        # On TPUs, the all-reduce of a scatter and that of a matmul stay separate, as for a tied
+        # table under ddp.
         first = operands[0]
         if first.owed and all(
             value.owed == first.owed
@@ -53,7 +54,7 @@ def elementwise(step: PlanStep) -> list[ShardedValue]:
 
 
 def _move_table(step: PlanStep, terms: Sequence[ShardedValue]) -> None:
-    """Move a gradient to which the rows of a lookup are added, such as that of a tied table.
+    """Move a gradient to which the rows of a lookup are added, as for a tied embedding table.
 
     XLA's simplifier turns `y + scatter(zeros, rows)` into `scatter(y, rows)` before it partitions.
     """
@@ -66,7 +67,7 @@ def _move_table(step: PlanStep, terms: Sequence[ShardedValue]) -> None:
 
 
 def bitcast(step: PlanStep) -> list[ShardedValue]:
-    """Follow a bitcast. Types of different widths have no rule, because the rank changes."""
+    """Follow a bitcast. If the two types differ in width, there is no rule: the rank changes."""
     if step.avals[0].ndim == step.results[0].ndim:
         return elementwise(step)
     step.ledger.unknown[step.name] += 1
@@ -91,8 +92,8 @@ def _agreed(
 ) -> AxesByFactor:
     """Return one sharding for all operands: that of a constraint, else of the most sharded operand.
 
-    Mesh axes that this sharding does not use are added: each shards the dim that it shards in
-    another operand.
+    A mesh axis that this sharding does not use is added if it shards a dim of another operand, and
+    shards that same dim here.
     """
     wanted, sizes = step.wanted[0], step.ledger.sizes
     asked = None if wanted is None else placed(known, known.results[0], wanted, sizes)
@@ -114,7 +115,7 @@ def _agreed(
 def reduction(step: PlanStep) -> list[ShardedValue]:
     """Follow a reduction.
 
-    Over a sharded dim, a sum stays a partial sum, and a maximum is completed.
+    Over a sharded dim, a sum stays partial, and a maximum is completed by a collective.
     """
     known = correspondence(step.equation)
     assert known is not None
@@ -125,7 +126,8 @@ def reduction(step: PlanStep) -> list[ShardedValue]:
     if step.name in ("argmax", "argmin"):
         return [_best(step, result)]
     if step.name in ("reduce_max", "reduce_min"):
-        # A maximum commutes with the conversion, so the value is sent before it is converted.
+        # A maximum commutes with a conversion. So devices send the maxima in the type that the
+        # operand had before it was converted.
         result = replace(result, sum_dtype=value.widened_from)
     if step.name != "reduce_sum":
         result = step.settle(result)

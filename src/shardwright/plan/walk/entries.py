@@ -12,7 +12,8 @@ TEMPORARY: Final = "temporary"
 RESULTS: Final = "results"
 
 
-# Compared by identity: two values with equal fields are two places in memory, and each is a key.
+# Buffers are keys of dicts. They are compared by identity, because two buffers with equal fields
+# are different memory.
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
 class Buffer:
     """The memory of one value on one device.
@@ -29,7 +30,7 @@ class Buffer:
       reduced: Whether a reduction reads it.
       row: If it is the result of a matmul: bytes of the operand that has the last dim of the
         result. Every row needs this operand.
-      turned: Whether it is a matmul whose last dim a transpose moves.
+      turned: Whether it is the result of a matmul, and a transpose moves its last dim.
       across: Whether its first dim is along the lanes of a TPU, because its last dim is short.
       dtype: Element type, or "" if it is not known.
       shape: Shape on one device.
@@ -76,7 +77,7 @@ class Live:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The range of the most bytes that are in memory at one time.
+    """The most bytes that are in memory at one time, as a range from `low` to `high`.
 
     Attributes:
       sure: Bytes of the values that every compiler keeps.
@@ -136,11 +137,12 @@ class Entry:
       inner: Peak of the jaxpr that it runs.
       loop: Whether it is a loop. Its operands are not fused into it.
       matmul: Whether it is a matmul.
-      moved: Bytes of the copies that it needs of operands that are in another sharding.
-      parts: Fewest bytes of parts of its result that a collective matmul holds.
+      moved: Bytes of those operands that it first moves to another sharding, after the move.
+      parts: If it is a collective matmul: the fewest bytes of its result's parts that are in
+        memory.
       early: Whether its results are made at the start of the program, at the upper end of the
         peak. At the lower end, they are made right before the first equation that reads them.
-      carries: The part of `births` whose memory is in `inner` while the equation runs.
+      carries: Those of `births` whose memory is counted in `inner` while the equation runs.
     """
 
     uses: tuple[Buffer, ...]

@@ -1,8 +1,8 @@
 """Find the live equations of a jaxpr, the sums that must be complete, and the nested jaxprs.
 
 The nested jaxprs are those of the platform that the walk is for. A plan without a topology is for
-TPUs. Their compiler adds copies, pads tiles and sums small arrays whole, and compilers for GPUs do
-none of this.
+TPUs. The compiler for TPUs adds copies, pads tiles and all-reduces small arrays in place of a
+reduce-scatter. Compilers for GPUs do none of this.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwright.dims.primitives import CONSTRAINTS
 from shardwright.dims.table import correspondence
 from shardwright.manager import context
 
-# Names of the branches by platform that run on GPUs. Each vendor has its own name.
+# Names that `jax.lax.platform_dependent` has for GPUs. Each vendor has its own name.
 _GPU: Final = ("cuda", "rocm", "gpu")
 _GATHERS: Final = CONSTRAINTS | {"all_gather", "all_gather_invariant", "all_gather_reduced"}
 
@@ -34,7 +34,7 @@ def branch_names() -> tuple[str, ...]:
 
 
 def live_equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield the equations of a jaxpr whose results are used or that have effects, in order."""
+    """Yield, in order, those equations of a jaxpr that have effects or whose results are used."""
     used = {id(variable) for variable in jaxpr.outvars}
     live = []
     for equation in reversed(jaxpr.eqns):
@@ -45,13 +45,13 @@ def live_equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def count_uses(equations: Iterable[Any], results: Iterable[Any]) -> Counter[Any]:
-    """Count the uses of each variable by equations and as a result of the jaxpr."""
+    """Count the uses of each variable. A use is an operand of an equation, or a result."""
     used = [variable for equation in equations for variable in equation.invars]
     return Counter(variable for variable in (*used, *results) if not isinstance(variable, Literal))
 
 
 def needed_whole(equations: Iterable[Any]) -> set[Any]:
-    """Return the variables with several uses where at least one use needs the complete sum.
+    """Return the variables that have several uses, of which at least one needs the complete sum.
 
     If such a variable is a partial sum, it is completed once, for all uses. Other partial sums may
     stay partial, for example if they are only added to another partial sum.
@@ -97,7 +97,7 @@ def gather_key(equation: Any, equal: Mapping[Any, Any]) -> Any:
 
     Args:
       equation: The equation.
-      equal: Result of a gather -> the result of an equal one before it.
+      equal: Result of a gather -> the result of an equal gather before it.
     """
     variable = equation.invars[0] if len(equation.invars) == 1 else None
     if variable is None or isinstance(variable, Literal) or not _only_gathers(equation):
@@ -116,13 +116,13 @@ def _only_gathers(equation: Any) -> bool:
 
 
 def called_jaxpr(equation: Any) -> Any | None:
-    """Return the jaxpr that an equation runs once, as `jit` and `checkpoint` do, or None."""
+    """Return the jaxpr that a call, such as `jit` or `checkpoint`, runs once, else None."""
     found = run_bodies(equation)
     return found[0].jaxpr if len(found) == 1 and found[0].runs is not Runs.EACH_ROUND else None
 
 
 def run_bodies(equation: Any) -> Sequence[Body]:
-    """Return the jaxprs that an equation may run. Of branches by platform, only one runs."""
+    """Return the jaxprs that an equation may run: one branch only of a `platform_dependent`."""
     found = bodies(equation)
     platforms = equation.params.get("branches_platforms") if len(found) > 1 else None
     if platforms is None:

@@ -88,13 +88,13 @@ class Event:
 class CompilerChoice:
     """A mesh axis for which a compiler may choose differently than the walk.
 
-    Either dims compete for the mesh axis without an annotation, or XLA may handle it in another
-    way.
+    Either several dims compete for the mesh axis and no annotation decides, or XLA may handle the
+    mesh axis in another way.
 
     Attributes:
       mesh_axis: The mesh axis.
       source: Line of the model.
-      fix: The annotation that would decide it.
+      fix: What to change so that the compiler has no choice, such as an annotation.
     """
 
     mesh_axis: str
@@ -127,8 +127,8 @@ class Work:
       fp8_flops: The part of `flops` of matmuls of two float8 operands.
       f32_flops: The part of `flops` of matmuls with a float32 operand.
       matmul_bytes: Bytes that the matmuls read and write. Of a `cond`, the largest branch counts.
-      repeated_flops: The part of `flops` that repeats other operations: those of the forward pass,
-        by rematerialization, or those of the other devices along an idle mesh axis.
+      repeated_flops: The part of `flops` that repeats other operations. Rematerialization repeats
+        those of the forward pass. Devices along an idle mesh axis repeat those of each other.
       host_bytes: Bytes that move between the memories of the device and its host, both ways.
     """
 
@@ -173,7 +173,7 @@ class Walked:
 
     Attributes:
       events: Collectives, in program order.
-      choices: Places where the walk had to choose.
+      choices: Places where a compiler may choose differently than the walk.
       idle: Matmuls that leave mesh axes idle.
       unknown: Primitive without a rule -> number of its equations. If there are any, the other
         numbers are too low.
@@ -195,7 +195,7 @@ class Walked:
 
     @property
     def useful_flops(self) -> int:
-        """Operations of matmuls, per device, without those that repeat others."""
+        """Floating-point operations of matmuls, per device, without repeated operations."""
         return self.work.flops - self.work.repeated_flops
 
     @property

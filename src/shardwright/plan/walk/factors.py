@@ -1,4 +1,4 @@
-"""Mesh axes of the factors of an equation, and of the dims that are made of them."""
+"""Convert between the mesh axes of dims and of factors. A factor is a part of a dim."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def placed(
 ) -> dict[int, tuple[str, ...]]:
     """Return the mesh axes of each factor, given the mesh axes of each dim.
 
-    The major factor comes first. A factor has as many mesh axes of its dim as divide its size. If
-    these have one device for each element of the factor, the next factor has the other mesh axes.
-    If the mesh axes do not fit in this way, no factor of the dim has any.
+    The major factor comes first. A factor gets as many of its dim's mesh axes as divide the
+    factor's size. If these have one device for each element of the factor, the next factor gets
+    the other mesh axes. If the mesh axes do not fit in this way, no factor of the dim gets any.
     """
     order: dict[int, tuple[str, ...]] = {}
     for factors, axes in zip(side, dims, strict=True):
@@ -44,7 +44,7 @@ def placed(
 def spread(
     known: Correspondence, side: FactorsByDim, order: AxesByFactor, sizes: Mapping[str, int]
 ) -> Dims:
-    """Return the mesh axes of each dim of an array from those of its factors."""
+    """Return the mesh axes of each dim of an array, given the mesh axes of each factor."""
     dims = []
     for factors in side:
         axes: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Follow an equation whose dims correspond as the table says."""
+"""Follow an equation. The table in `dims` says how dims of operands and results correspond."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def follow(
       known: How its dims correspond.
       values: Its operands, each a complete sum unless the equation may run on the terms of the sum.
       choose: Returns the sharding that is kept if operands differ.
-      doubt: The fix to show if a mesh axis is given up, because compilers may differ there.
+      doubt: The fix to show if an operand is gathered over a mesh axis: there, a compiler may do
+        otherwise. With "", no doubt is noted.
     """
     sizes = step.ledger.sizes
     live = [at for at, value in enumerate(values) if not value.free and any(known.operands[at])]

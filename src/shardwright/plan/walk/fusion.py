@@ -44,9 +44,9 @@ class Reads:
       counts: Buffer -> equations that read it.
       matmuls: Buffer -> matmuls that read it.
       needed: Buffers that must be in memory: results, and operands of loops.
-      stacked: Buffers that are written to the stacks of a loop.
-      joined: Values whose uses are all in one kernel, from `_joined`.
-      reach: Last equation that reads each buffer, from `_reach`.
+      stacked: Buffers that a loop writes to its stacked outputs (the `ys` of a scan).
+      joined: Values whose uses are all in one kernel, see `_joined`.
+      reach: Buffer -> the last equation that reads it, see `_reach`.
     """
 
     counts: Mapping[Buffer, int]
@@ -65,7 +65,7 @@ def find_reads(
     Args:
       entries: The equations, in order.
       results: Buffers that are alive at the end.
-      stacked: Buffers that are written to the stacks of a loop.
+      stacked: Buffers that a loop writes to its stacked outputs (the `ys` of a scan).
     """
     # A loop and a kernel read their operands from memory: XLA fuses nothing across their boundary.
     needed = frozenset(results).union(*(entry.uses for entry in entries if entry.loop))
@@ -96,7 +96,8 @@ def fused_buffers(
     for entry in entries:
         # Go in order, since a value is computed again from operands that may be fused themselves.
         for buffer in entry.births:
-            # A written value goes into the stack of the loop, which is counted outside.
+            # The stacked output is counted outside of the loop's body, so a value that is only
+            # written to it needs no memory here.
             written = buffer in reads.stacked and not reads.counts.get(buffer)
             may_fuse = buffer.operands is not None and buffer not in reads.needed
             joins = join and fusion is not Fusion.EAGER and buffer in reads.joined
@@ -143,7 +144,8 @@ def _is_repeated(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer
         if fusion is Fusion.WIDE:
             # For a softmax over a vocabulary, the logits are in memory, and not their exponentials.
             return buffer.costly or _in_one_kernel(buffer, min_row_bytes=1)
-    # Each matmul computes an activation again, such as `silu(h)`, even if that takes exponentials.
+    # Each matmul that reads an activation, such as `silu(h)`, computes it again, even if this takes
+    # exponentials.
     if fusion is not Fusion.NARROW or not buffer.costly or not buffer.reduced:
         return True
     return reads.matmuls.get(buffer, 0) <= 1 and not _in_one_kernel(buffer)
@@ -179,7 +181,7 @@ def _joined(entries: Sequence[Entry], needed: Container[Buffer]) -> set[Buffer]:
 def _reach(entries: Sequence[Entry]) -> dict[Buffer, int]:
     """Return, for each buffer, the last equation that reads it.
 
-    An equation that reads a value which is computed elementwise from the buffer counts too.
+    An equation also reads the buffer if it reads a value that is computed elementwise from it.
     """
     reach: dict[Buffer, int] = {}
     for at in range(len(entries) - 1, -1, -1):
@@ -195,7 +197,7 @@ def read_instead(
 ) -> dict[Buffer, tuple[Buffer, ...]]:
     """Return, for each fused buffer, the buffers that its uses read in its place.
 
-    Equations come after those that make their operands, so each buffer is looked at once.
+    Each equation comes after the equations that make its operands, so one pass is enough.
 
     Args:
       entries: The equations, in order.
@@ -215,19 +217,22 @@ def inside_kernels(
 ) -> set[Buffer]:
     """Return the matmuls whose results a compiler at its best never keeps in memory.
 
-    Each has only one reader, which is:
+    Such a result has only one reader, which is one of:
 
-    * An elementwise value that is kept in memory: the kernel of the matmul computes it.
-    * Another matmul: its kernel computes the first matmul row by row, if the weight fits into the
-      memory of a kernel, as in the forward pass of a small feed-forward layer.
+    * An elementwise equation whose result is kept in memory. The kernel of the matmul computes this
+      result too.
+    * A second matmul. Its kernel computes the first matmul row by row, if the weight of the first
+      one fits into the memory of a kernel. An example is the forward pass of a small feed-forward
+      layer.
 
     Args:
       entries: The equations, in order.
-      fused: Buffers that are fused into their uses, with what these read instead.
+      fused: Buffer that is fused into its uses -> the buffers that its uses read instead.
     """
     readers: dict[Buffer, list[Entry]] = {}
     for entry in entries:
-        # A fused equation is part of its reader, which reads its operands.
+        # An equation whose results are fused is a part of the equation that uses them. That
+        # equation reads the operands of the fused one.
         if entry.births and all(birth in fused for birth in entry.births):
             continue
         for buffer in {each for use in entry.uses for each in fused.get(use, (use,))}:
@@ -280,7 +285,7 @@ def _in_one_kernel(buffer: Buffer, *, min_row_bytes: int = 0) -> bool:
 
 
 def roots(buffer: Buffer) -> list[Buffer]:
-    """Return the closest buffers that cannot be fused, from which a buffer is computed."""
+    """Return the closest buffers that a buffer is computed from and that cannot be fused."""
     return _closest(buffer, lambda each: each.operands is None)
 
 
@@ -296,9 +301,9 @@ def _is_start(buffer: Buffer) -> bool:
 
 
 def _closest(buffer: Buffer, ends: Callable[[Buffer], bool]) -> list[Buffer]:
-    """Return the first buffers for which `ends` is true, back through the operands of a buffer."""
+    """Go back through the operands of a buffer to the first buffers for which `ends` is true."""
     found: dict[Buffer, None] = {}
-    # A GELU and the like reach one operand on several paths. Each operand is followed once.
+    # In a GELU, for example, several paths lead to one operand. Each operand is followed only once.
     seen = {buffer}
     waiting = [buffer]
     while waiting:

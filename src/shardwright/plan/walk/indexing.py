@@ -18,7 +18,7 @@ from shardwright.plan.walk.values import Dims, Origin, ShardedValue, axes_of, mo
 _ADDS: Final = frozenset({"scatter-add", "scatter_add"})
 _COMBINES: Final = SCATTERS - {"scatter"}
 _SHARED: Final = "gather the table, or constrain its gradient, over this mesh axis with shard(...)"
-# Bytes of a row of a tile of a TPU: 128 numbers of 32 bits.
+# Bytes of one row of a TPU tile: 128 numbers of 32 bits.
 _TILE: Final = 512
 _WRITES: Final = "write to a sharded dim inside sw.shard_map"
 
@@ -43,9 +43,9 @@ def dynamic_update_slice(step: PlanStep) -> list[ShardedValue]:
 def scatter(step: PlanStep) -> list[ShardedValue]:
     """Follow a scatter: updates move to the shards that they are written to.
 
-    Batch dims of the operand stay sharded, so that appending to a cache sends nothing. If the
-    operand is a value that every device can make, the rows that are combined with it stay where
-    they are. The result is then a partial sum.
+    Batch dims of the operand stay sharded, so that appending to a cache sends nothing. If every
+    device can make the operand, such as an array of zeros, the updates that are combined with it
+    stay where they are. The result is then a partial sum.
     """
     value = step.whole(0)
     shape, update_rank = step.avals[0].shape, step.avals[2].ndim
@@ -102,9 +102,7 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
 
 
 def _with_rows(step: PlanStep, update: ShardedValue) -> ShardedValue:
-    """Return the updates. If every device can make the updates, they get the sharding of their
-    indices.
-    """
+    """Return the updates, sharded like their indices if every device can make the updates."""
     index = step.whole(1)
     if not update.free or index.free:
         return update
@@ -131,7 +129,7 @@ def gather(step: PlanStep) -> list[ShardedValue]:
     entries = _entries(step, adds=False)
     # A device has zeros for rows that it lacks (`PartitionGatherTrivialSlicedOperandDimensions`).
     owed = frozenset(axis for dim in entries for axis in value.dims[dim])
-    # A device has its part of each row only along a dim that the gather takes whole.
+    # Along a dim that the gather takes whole, each device has its part of each row.
     taken = step.parameters["slice_sizes"]
     pairs = _windows(step, adds=False)
     columns = {dim: at for dim, at in pairs.items() if taken[dim] == shape[dim]}
@@ -171,8 +169,8 @@ def gather(step: PlanStep) -> list[ShardedValue]:
 def _lookup(step: PlanStep, columns: Mapping[int, int], *, adds: bool) -> Lookup | None:
     """Return the `Lookup` of a gather or scatter.
 
-    Return None if there are batching dims, or if a dim of the table is neither a column nor an
-    entry.
+    Return None if there are batching dims, or if a dim of the table is neither in `columns` nor in
+    `entries` (see `Lookup`).
     """
     numbers = step.parameters["dimension_numbers"]
     table, index = step.avals[0], step.avals[1]
@@ -199,8 +197,8 @@ def _lookup(step: PlanStep, columns: Mapping[int, int], *, adds: bool) -> Lookup
 def _entries(step: PlanStep, *, adds: bool) -> tuple[int, ...]:
     """Return the dims of the table from which indices select single entries.
 
-    The rows lack such a dim, or have it with size 1, because `vmap` of a slice or of `x[i]` keeps
-    it.
+    The rows do not have such a dim, or have it with size 1: `vmap` of a slice or of `x[i]` keeps
+    the dim.
     """
     numbers, shape = step.parameters["dimension_numbers"], step.avals[0].shape
     removed = numbers.inserted_window_dims if adds else numbers.collapsed_slice_dims
@@ -212,8 +210,8 @@ def _entries(step: PlanStep, *, adds: bool) -> tuple[int, ...]:
 def _windows(step: PlanStep, *, adds: bool) -> dict[int, int]:
     """Return table dim -> row dim for the dims of a window.
 
-    A window is the slice that one index selects. The dims of windows have different names in a
-    scatter and in a gather.
+    A window is the slice that one index selects. The parameters that list the dims of a window have
+    different names in a scatter and in a gather.
     """
     numbers = step.parameters["dimension_numbers"]
     removed = numbers.inserted_window_dims if adds else numbers.collapsed_slice_dims
@@ -268,7 +266,7 @@ def _partitioned(
 def _scatters(lookup: Lookup, move: LookupMove) -> bool:
     """Tell whether each device keeps only a part of a sum, so that the sum can be reduce-scattered.
 
-    Compilers for TPUs reduce-scatter the last dim only if each part is of whole tiles.
+    Compilers for TPUs reduce-scatter the last dim only if each part consists of whole tiles.
     """
     pairs = list(zip(move.held, move.goal, strict=True))
     cut = axes_of(move.goal) - axes_of(move.held)

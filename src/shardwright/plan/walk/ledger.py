@@ -35,14 +35,20 @@ from shardwright.trees.tensors import whole_bytes
 _LANES: Final = 128
 _SUBLANES: Final = 8
 _MATRIX: Final = ("rows", "columns")
-_WHOLE_TILES: Final = "choose a size that gives each device whole tiles: others are padded"
-_KERNELS: Final = "compile the program: the gradient of a kernel may be summed whole"
-_TWICE: Final = "look up all rows at once: gradients of several lookups may be added before the sum"
+_WHOLE_TILES: Final = "choose a size that gives each device whole tiles: other sizes are padded"
+_KERNELS: Final = "compile the program: a convolution kernel's gradient may be all-reduced"
+_TWICE: Final = (
+    "look up all rows at once: XLA may add the gradients of several lookups before it sums them "
+    "over devices"
+)
 SHARED: Final = (
     "gather it once: a compiler may share equal gathers, and the sums of their gradients"
 )
-_ADDED: Final = "add the terms before shard(...), gather a weight once: TPUs may add them first"
-# Fixes for choices other than a stored weight that competes with another value.
+_ADDED: Final = (
+    "add the terms before shard(...), or gather the weight only once: a TPU may run one collective "
+    "for both terms"
+)
+# Fixes of choices in which no stored weight competes with another value for a mesh axis.
 LAYOUT_FIXES: Final = frozenset({_WHOLE_TILES, _KERNELS, _TWICE, _ADDED, SHARED})
 _IN_STEPS: Final = "constrain the value in between with shard(...), one mesh axis at a time"
 
@@ -53,9 +59,10 @@ class Ledger:
     Attributes:
       sizes: Size of each mesh axis that has more than one device, in mesh order. In the body of a
         `shard_map`, only the mesh axes that still shard its values.
-      mesh: Size of each mesh axis that has more than one device, in a `shard_map` too.
+      mesh: Size of each mesh axis that has more than one device. It is the same in a `shard_map`.
       tiled: Whether the compiler keeps arrays in tiles, as compilers for TPUs do.
-      in_stage: Whether the walk is in a `shard_map` over some mesh axes, such as a pipeline's.
+      in_stage: Whether the walk is in a `shard_map` over some mesh axes, such as the stages of a
+        pipeline.
     """
 
     def __init__(
@@ -83,7 +90,7 @@ class Ledger:
         self.moved = 0  # bytes of the operands that the current equation moves, after the move
 
     def renamed(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the mesh axes that take the place of those in the trace."""
+        """Return the mesh axes of the plan that replace `names`, mesh axes of the trace."""
         return tuple(name for each in names for name in self._renaming.get(each, (each,)))
 
     def dims_of(self, spec: PartitionSpec, ndim: int) -> Dims:
@@ -96,7 +103,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def inside(self, manual: Iterable[str]) -> Iterator[None]:
-        """Walk the body of a `shard_map` over some mesh axes: its shapes are local over them."""
+        """Walk the body of a `shard_map` over `manual`. Its shapes are those of one shard."""
         sizes, manual, outer = self.sizes, frozenset(manual), self.in_stage
         self.sizes = {axis: size for axis, size in sizes.items() if axis not in manual}
         self.in_stage = True
@@ -234,12 +241,13 @@ class Ledger:
     def _is_summed_whole(
         self, value: ShardedValue, aval: Any, dims: Dims, scattered: frozenset[str]
     ) -> bool:
-        """Tell whether a TPU sums an array whole, because its parts are not whole tiles.
+        """Tell whether a TPU all-reduces an array, because its shards would not be whole tiles.
 
-        A vector is summed whole. Otherwise, tiles are of the last two dims. A sum over an
-        elementwise result keeps the order of dims. The result of a matmul is transposed if the dim
-        that is not scattered is not a multiple of 128. The scattered dim is then along the lanes,
-        and a part needs 128 numbers of 32 bits.
+        A vector is always all-reduced, never reduce-scattered. In other arrays, the last two dims
+        are cut into tiles. A sum over an elementwise result keeps the order of dims. The result of
+        a matmul is transposed if the dim that is not scattered is not a multiple of 128. The
+        scattered dim is then along the lanes, and a shard needs a multiple of 128 numbers of 32
+        bits.
         """
         if not self.tiled:
             return False
@@ -290,15 +298,15 @@ class Ledger:
             self.doubt(mesh_axes, location, _KERNELS)
 
     def doubt_lookups(self, terms: Sequence[ShardedValue], location: WalkLocation) -> None:
-        """Note a sum of the gradients of several lookups in one table."""
+        """Note a doubt if a sum adds the gradients of several lookups in one table."""
         lookups = frozenset().union(*(term.lookups for term in terms))
         if len(lookups) > max(len(term.lookups) for term in terms):
             self.doubt(frozenset().union(*(axes for _, axes in lookups)), location, _TWICE)
 
     def doubt_sums(self, terms: Sequence[ShardedValue], location: WalkLocation) -> None:
-        """Note an addition of two sums that equal collectives complete.
+        """Note a doubt if an addition adds two sums that equal collectives have completed.
 
-        TPUs may need only one collective for both.
+        TPUs may run only one collective for both sums.
         """
         first, *others = [term.summed for term in terms]
         if first in others:
@@ -447,9 +455,10 @@ def _distinct(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _is_cut_again(goal: tuple[str, ...], scattered: frozenset[str], new: frozenset[str]) -> bool:
-    """Tell whether a new mesh axis cuts the part of a dim that a reduce-scatter gives a device.
+    """Tell whether a new mesh axis comes after a reduce-scattered one in the mesh axes of a dim.
 
-    XLA then sums the whole array, and slices it once.
+    XLA would have to slice the shards of the reduce-scatter again. It then all-reduces the whole
+    array instead, and slices it once.
     """
     major = [at for at, axis in enumerate(goal) if axis in scattered]
     return bool(major) and not new.isdisjoint(goal[major[0] :])
@@ -458,7 +467,7 @@ def _is_cut_again(goal: tuple[str, ...], scattered: frozenset[str], new: frozens
 def _is_cut_from_sum(value: ShardedValue, aval: Any, scattered: frozenset[str]) -> bool:
     """Tell whether a sum over Explicit mesh axes is scattered over only some of these mesh axes.
 
-    XLA then sums the whole array over all of these mesh axes, and slices it.
+    XLA then all-reduces the whole array over all of these mesh axes, and slices it.
     """
     groups = value.groups or (value.owed,)
     return explicit_axes(aval) >= value.owed and any(

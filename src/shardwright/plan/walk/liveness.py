@@ -32,9 +32,9 @@ from shardwright.plan.walk.fusion import (
     roots,
 )
 
-# Compilers order the matmuls that rematerialization repeats so that fewer gradients are in memory
-# at a time. So the lower end counts 1/14 less of the values that not every compiler keeps. Without
-# this allowance, the measured peak of `scanned_layers` would be 0.96 of the lower end.
+# Rematerialization repeats matmuls. Compilers order these matmuls so that fewer gradients are in
+# memory at a time. So of the values that not every compiler keeps, the lower end counts 1/14 less.
+# Without this allowance, the measured peak of `scanned_layers` would be 0.96 of the lower end.
 _REMAT: Final = 14
 
 
@@ -144,12 +144,13 @@ class Timeline:
             [fused_buffers(self._entries, reads, each, join=join) for join in (False, True)]
             for each in (Fusion.NARROW, Fusion.WIDE)
         ]
-        # Compiled programs show both choices, so the upper end is that of the larger one.
+        # Some compiled programs are like NARROW, others like WIDE. So the upper end is the larger
+        # of the two.
         most = [max(self._highest(choices, results, kept, reserved), key=_bytes)]
         recomputes = self.recomputes or any(entry.inner.recomputes for entry in self._entries)
-        # XLA takes the best of several schedules. In programs with loops, the best one is often
-        # depth-first, so the larger choice counts. In other programs, it is depth-first only if
-        # that needs little memory, so the smaller choice counts.
+        # XLA takes the best of several schedules. In programs with loops, the best schedule is
+        # often depth-first, so the larger of the two choices counts. In other programs, the best
+        # schedule is depth-first only if that needs little memory, so the smaller one counts.
         if not recomputes:
             program = self._entries
             loops = within or any(entry.loop for entry in program)
@@ -203,11 +204,11 @@ class Timeline:
         kept: Sequence[Buffer],
         reserved: Sequence[Buffer],
     ) -> list[tuple[int, tuple[Live, ...]]]:
-        """Return, for each choice, its upper end and the values in memory at that time."""
+        """Return, for each choice, the upper end of the peak and the values in memory then."""
         ends = []
         for either in choices:
             ways = (self._way(fused, results, kept) for fused in either)
-            # A compiler does not join values to a kernel if that keeps more in memory.
+            # A compiler does not join values to a kernel if this needs more memory.
             ends.append(min((self._most(way, reserved) for way in ways), key=_bytes))
         return ends
 
@@ -225,7 +226,7 @@ class Timeline:
     def _at_best(
         self, way: _Lifetimes, outputs: frozenset[Buffer], stacked: frozenset[Buffer]
     ) -> int:
-        """Return the bytes if the compiler fuses in one way, and is at its best otherwise."""
+        """Return the lower end of the peak for one choice of the fused buffers."""
         skipped = stacked | inside_kernels(self._entries, way.fused)
 
         def size(buffer: Buffer) -> int:
@@ -237,9 +238,10 @@ class Timeline:
         return self._lowest_peak(way, size, lambda entry: entry.inner.low + parts[id(entry)])
 
     def _parts(self) -> list[int]:
-        """Return the bytes of parts that collective matmuls hold while each equation runs.
+        """Return, for each equation, the bytes that collective matmuls hold while it runs.
 
-        The parts are in memory until the next matmul is done, because they are sent while it runs.
+        The parts of a collective matmul are in memory until the next matmul is done, because they
+        are sent while that one runs.
         """
         parts, sent = [], 0
         for entry in self._entries:
@@ -321,7 +323,8 @@ class Timeline:
         most, present, at_peak, sent = 0, list[Buffer](), (Peak(), 0), 0
         for at, entry in enumerate(self._entries):
             ended = [buffer for buffer in entry.in_place if way.last.get(buffer) == at]
-            # Results that overwrite arguments keep their kinds: an updated cache is a cache.
+            # A result that overwrites an argument gets the argument's kind: an updated cache is a
+            # cache.
             free = {buffer.size: kinds.get(buffer, buffer.kind) for buffer in ended}
             kinds.update(
                 (birth, free[birth.size])
@@ -333,7 +336,8 @@ class Timeline:
             overwritten = {buffer.size for buffer in ended if buffer in outside}
             outside.update(birth for birth in entry.births if birth.size in overwritten)
             alive.add(entry.births)
-            # A sent value is in memory until the next matmul is done: compilers overlap the two.
+            # A value that a collective sends is in memory until the next matmul is done, because
+            # compilers overlap the collective with this matmul.
             moved = max(entry.moved, sent)
             if entry.matmul or entry.moved:
                 sent = entry.moved
@@ -354,7 +358,8 @@ class Timeline:
           weigh: Returns the bytes to count for a buffer.
           extra: Returns the bytes to count for an equation while it runs.
         """
-        # Unlike at the upper end, sines are computed at their uses, and no result is reserved.
+        # Unlike at the upper end, sines are computed where they are used, and no memory is reserved
+        # for results.
         alive = _Alive(way, weigh)
         peak = 0
         for at, entry in enumerate(self._entries):
@@ -397,11 +402,12 @@ def _depth_first(entries: Sequence[Entry], results: Iterable[Buffer]) -> list[En
     """Return equations in the order of XLA's depth-first scheduler (`DFSMemoryScheduler`).
 
     Each equation comes directly before the first equation that reads its result. The operands of an
-    equation are sorted by the values from which each is computed: the operand whose values have the
-    most extra readers comes first, and of equal operands the one whose values have the most bytes.
-    The results of the program are sorted in the same way. No equation reads the gradients of
-    weights, so the backward pass may run before the matmuls of these gradients. Then all that these
-    matmuls read is in memory at the same time.
+    equation are sorted. For each operand, two sums are taken over all values that it is computed
+    from: a sum of readers, in which a value's first reader does not count, and a sum of bytes. The
+    operand with the most readers comes first. If two have equally many, the one with more bytes
+    comes first. The results of the program are sorted in the same way. No equation reads the
+    gradients of weights, so the backward pass may run before the matmuls of these gradients. Then
+    all that these matmuls read is in memory at the same time.
     """
     makers: dict[Buffer, int] = {}
     for at, entry in enumerate(entries):
@@ -409,9 +415,9 @@ def _depth_first(entries: Sequence[Entry], results: Iterable[Buffer]) -> list[En
             makers.setdefault(birth, at)
     reads = [dict.fromkeys(makers[use] for use in entry.uses if use in makers) for entry in entries]
     readers = Counter(itertools.chain.from_iterable(reads))
-    # Bound the sums as XLA does, since a value that is read twice counts twice.
+    # A value that is read twice counts twice in these sums, so bound them, as XLA does.
     largest = sum(birth.size for entry in entries for birth in entry.births)
-    ranks: list[tuple[int, int]] = []  # negative numbers of readers and of bytes
+    ranks: list[tuple[int, int]] = []  # both sums, negated, so that the largest is sorted first
     for at, entry in enumerate(entries):
         if entry.uses:
             extra = max(readers[at] - 1, 0) - sum(ranks[each][0] for each in reads[at])
@@ -434,7 +440,7 @@ def _depth_first(entries: Sequence[Entry], results: Iterable[Buffer]) -> list[En
     placed, turn = [], 0
     for at in range(len(entries)):
         # An equation that no result needs, such as a copy, stays behind the equation before it in
-        # the program, and behind the equations that it reads.
+        # the program, and behind the equations whose results it reads.
         turn = turns.setdefault(at, max([turn, *(turns.get(each, 0) for each in reads[at])]))
         placed.append((turn, at))
     return [entries[at] for _, at in sorted(placed)]
@@ -455,7 +461,7 @@ def _parts_first(entries: list[Entry]) -> list[Entry]:
         if len(entry.births) == len(found) == 1 and entry.births[0].operands is not None:
             (part,) = entry.births
             if 2 * part.size <= max(use.size for use in entry.uses):
-                # the part is copied, since it is read after the array is overwritten
+                # the part is copied, not fused: it is used after the array is overwritten
                 part.operands = None
                 earlier.setdefault(id(found[0]), []).append(entry)
         written.update(dict.fromkeys(entry.in_place, entry))
@@ -477,9 +483,10 @@ def _one_by_one(entries: Sequence[Entry]) -> list[Entry]:
     """Return equations in an order that needs few fetched arrays at a time.
 
     optax computes one moment of all parameters, then the next moment. A compiler may finish one
-    parameter before it fetches the state of the next. So, of the equations that depend on a fetch,
-    this takes the end of the longest chain first, and puts all that it needs before it. Then one
-    parameter is finished before the next. Copies to the host come directly after what they copy.
+    parameter before it fetches the state of the next. So the equations that depend on a fetch are
+    sorted by the length of the chain of equations that each needs, the longest chain first. Each
+    comes directly after its chain, so the update of one parameter is finished before the next.
+    Copies to the host come directly after what they copy.
     """
     makers: dict[Buffer, Entry] = {}
     depths: dict[int, int] = {}  # keyed by id, because two different equations may compare equal
@@ -513,8 +520,8 @@ class _Lifetimes:
     """One choice of what is fused.
 
     Attributes:
-      fused: Buffers that are fused into their uses, with what these read instead.
-      last: Position of the last equation that reads each buffer.
+      fused: Buffer that is fused into its uses -> the buffers that its uses read instead.
+      last: Buffer -> position of the last equation that reads it.
     """
 
     fused: Mapping[Buffer, Sequence[Buffer]]
@@ -522,7 +529,7 @@ class _Lifetimes:
 
 
 def _bytes(end: tuple[int, tuple[Live, ...]]) -> int:
-    """Return the bytes of an upper end, without the values in memory at that time."""
+    """Return the bytes of an upper end, which is given as (bytes, values in memory)."""
     return end[0]
 
 

@@ -3,7 +3,8 @@
 XLA splits such an operation over groups of devices, one level after the other. At each level it
 chooses one of three methods, named here by the dims that stay sharded:
 
-* `columns`: the dims that the table and each row share. Indices are gathered, and rows move.
+* `columns`: the dims that the table and each row share. The indices are gathered, and the rows move
+  to the sharding of the columns.
 * `entries`: the dims that the indices select from. Each device looks up its own entries. For a
   gather, the rows are then summed over the devices.
 * `tokens`: the dims of the indices. For a gather, the table is gathered. For a scatter, the tables
@@ -38,8 +39,9 @@ class Lookup:
     """A gather or a scatter.
 
     Attributes:
-      shapes: Shape of the table, the indices and the rows: results of a gather, else updates.
-      itemsizes: Bytes of an element of each.
+      shapes: Shapes of the table, the indices and the rows. The rows are the results of a gather,
+        or the updates of a scatter.
+      itemsizes: Bytes of an element of each of these arrays.
       columns: Dim of the table -> dim of the rows, for the dims that each row has whole.
       entries: Dims of the table that indices select from.
       tokens: Dim of the indices -> dim of the rows.
@@ -64,9 +66,9 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LookupMove:
-    """A move of one of the arrays to another sharding.
+    """A move of the table, the indices or the rows to another sharding.
 
-    If the array is the result, a sum may come before the move.
+    If the array is the result of the lookup, a sum over devices may come before the move.
 
     Attributes:
       name: The array.
@@ -83,7 +85,7 @@ class LookupMove:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Level:
-    """Shardings of the three arrays at one level, and the mesh axes that no group uses yet."""
+    """Shardings of the three arrays at one level, and the mesh axes that still group no devices."""
 
     dims: Mapping[Name, Dims]
     free: frozenset[str]
@@ -149,7 +151,7 @@ def _partition(lookup: Lookup, level: _Level, moves: list[LookupMove]) -> bool:
 
 
 def _options(lookup: Lookup, level: _Level) -> Iterator[_Option | None]:
-    """Yield, in XLA's order, the methods that have mesh axes to group by; None for the others."""
+    """Yield the options in XLA's order; None for a method that has no mesh axes to group by."""
     table, index, rows = (level.inner(name) for name in _NAMES)
     yield _by_columns(lookup, level, axes_of(tuple(table[at] for at in lookup.columns)))
     yield _by_entries(lookup, level, axes_of(tuple(table[at] for at in lookup.entries)))
@@ -180,8 +182,8 @@ def _by_entries(lookup: Lookup, level: _Level, group: frozenset[str]) -> _Option
         return None
     index, sure = _freed(lookup, level, "index", group)
     rows, also = _freed(lookup, level, "rows", group)
-    # The indices and rows of one device must be of the same tokens. If only one of the two arrays
-    # is still sharded, the other array gets its sharding.
+    # The indices and the rows on one device must belong to the same tokens. If only one of the two
+    # arrays is still sharded, the other one gets the same sharding.
     pairs = lookup.tokens.items()
     if any(index) and not any(rows):
         where = {to: index[at] for at, to in pairs}
@@ -267,7 +269,7 @@ def _cost(lookup: Lookup, level: _Level, option: _Option) -> tuple[float, float]
     """
     result: Name = "table" if lookup.adds else "rows"
     whole = {name: option.after.outer(name) for name in _NAMES}
-    # `EvaluatePartitionCost` tries each method, and looks only at the lookup and at collectives.
+    # Like XLA's `EvaluatePartitionCost`, count only the lookup itself and the collectives.
     memory = [sum(lookup.bytes(name, whole[name]) for name in _NAMES)]
     sent = 0
     pairs: list[tuple[Name, Dims, Dims]] = []
@@ -295,8 +297,8 @@ def _cost(lookup: Lookup, level: _Level, option: _Option) -> tuple[float, float]
 def _route(name: Name, held: Dims, goal: Dims) -> list[LookupMove]:
     """Return the one or two moves of an array from one sharding to another.
 
-    If a dim has a mesh axis that moves to another dim, and one that is removed, XLA first gathers
-    the dim.
+    If one mesh axis of a dim moves to another dim, and another mesh axis of it is removed, XLA
+    first gathers the dim.
     """
     kept = {axis for have, want in zip(held, goal, strict=True) for axis in {*have} & {*want}}
     moved = (axes_of(held) & axes_of(goal)) - kept

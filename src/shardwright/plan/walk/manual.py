@@ -61,7 +61,7 @@ _LOCAL: Final = frozenset(
         *("all_to_all_done", "pbroadcast_done", "ppermute_done"),
     }
 )
-# In a `shard_map`, the FLOPs of these primitives are not counted, so they count as unknown.
+# In a `shard_map`, the FLOPs of these primitives are not counted. So they are listed as unknown.
 _UNCOUNTED: Final = frozenset({"conv_general_dilated"})
 _SUMS: Final = frozenset({"psum", "psum2", "psum_invariant"})
 # Collectives that keep the shape of their operands, in a `shard_map` over some mesh axes.
@@ -71,7 +71,7 @@ SHAPE_KEPT: Final = tuple(
 
 
 def collective(step: PlanStep) -> list[ShardedValue]:
-    """Follow a collective over Manual mesh axes, where other mesh axes shard its operands."""
+    """Follow a collective over Manual mesh axes. Other mesh axes may shard its operands."""
     axes = _mesh_axes(step.equation, step)
     values = [step.whole(at) for at in range(len(step.values))]
     for value, aval in zip(values, step.avals, strict=True):
@@ -90,8 +90,8 @@ def shard_map(step: PlanStep) -> list[ShardedValue]:
     """Follow a `shard_map`: operands move to its input specs, then its body runs."""
     parameters, sizes = step.parameters, step.ledger.sizes
     manual = step.ledger.renamed(_jax.newly_manual_axes(parameters))
-    # In a pipeline and its layers, follow values too: carries are large, and only the walk over
-    # values counts each carry once. The walk over values knows no kernels.
+    # In a pipeline and its layers, follow values too, with `_over_some`: carries are large, and
+    # only this function counts each carry once. It has no rules for kernels.
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
     is_plain = step.ledger.in_stage and not any(
         holds_primitive(body, name) for name in (*_KINDS, "pallas_call")
@@ -119,7 +119,7 @@ def shard_map(step: PlanStep) -> list[ShardedValue]:
 def _over_some(step: PlanStep, manual: tuple[str, ...]) -> list[ShardedValue]:
     """Follow a `shard_map` over some mesh axes.
 
-    The other mesh axes shard its body like any program.
+    The other mesh axes shard the values of its body as they do outside of a `shard_map`.
     """
     ledger, values = step.ledger, []
     for at, (spec, aval) in enumerate(zip(step.parameters["in_specs"], step.avals, strict=True)):
@@ -240,7 +240,7 @@ def _is_scattered(equation: Any, jaxpr: Any, step: PlanStep) -> bool:
 def _mesh_axes(equation: Any, step: PlanStep) -> tuple[str, ...]:
     axes = equation.params.get("axes", equation.params.get("axis_name"))
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    # An integer stands for a dim that `vmap` added. Such a dim is on one device, over no mesh axis.
+    # An integer stands for a dim that `vmap` added. No mesh axis shards such a dim.
     return step.ledger.renamed(name for name in names if isinstance(name, str))
 
 
@@ -263,8 +263,8 @@ def _count(equation: Any, step: PlanStep, location: WalkLocation) -> None:
 def _count_kernel(equation: Any, step: PlanStep, location: WalkLocation) -> None:
     """Count the matmuls of a Pallas kernel: those of one step of its grid, times all steps.
 
-    A kernel skips blocks, or computes a block with or without a mask. So at most one branch of its
-    body runs in a step. The walk takes the branch with the most operations.
+    A kernel has branches that skip a block, or compute it with or without a mask. So at most one
+    branch of its body runs in a step. The walk counts the branch with the most operations.
     """
     parameters, variables = equation.params, (*equation.invars, *equation.outvars)
     # A dynamic size of a grid is unknown before the program runs, and counts as one step.
@@ -282,7 +282,7 @@ def _count_kernel(equation: Any, step: PlanStep, location: WalkLocation) -> None
 def _matmuls_of(jaxpr: Any) -> tuple[int, int]:
     """Return a kernel's multiplications outside of branches, and those of its largest branch.
 
-    The shapes are those of the blocks.
+    The counts are for one block, because the jaxpr of a kernel has the shapes of blocks.
     """
     always, most = 0, 0
     for equation in jaxpr.eqns:

@@ -40,7 +40,7 @@ def _masks(
 
     Args:
       jaxpr: The equations.
-      given: Key of each input of the jaxpr.
+      given: Input of the jaxpr -> its key.
       at: The ids of the equations that contain the jaxpr.
     """
     keys = dict(given)
@@ -101,7 +101,7 @@ def required_dims(
     sizes: Mapping[str, int],
     target: Callable[[Any], Dims | None],
 ) -> dict[EquationIds, Dims]:
-    """Return, for each mask, the sharding that later constraints require of it or an equal mask.
+    """Return, for each mask, the sharding that constraints require of it or of an equal mask.
 
     Args:
       jaxpr: The program.
@@ -113,7 +113,7 @@ def required_dims(
     if not groups:
         return {}
     required: dict[EquationIds, Dims] = {}
-    # Include the keys of the outer jaxprs, so that jaxprs without such masks are not read.
+    # The masks, and the equations whose jaxprs contain them. No other jaxpr is read.
     holders = {place[:end] for group in groups for place in group for end in range(len(place) + 1)}
 
     def read(inner: Any, goals: Sequence[Dims | None], at: EquationIds) -> None:

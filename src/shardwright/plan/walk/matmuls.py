@@ -56,7 +56,8 @@ class Labels:
             return f"{sides[0] if len(sides) == 1 else 'b'}{factor}"
 
         lefts, rights = tuple(map(label, left)), tuple(map(label, right))
-        # Each row is multiplied by one matrix, which its group chooses.
+        # In a ragged matmul, each row is multiplied by one matrix, that of its group. So the dim
+        # of the groups (`PICKED`) does not count.
         used = {factor for (factor,) in (*left, *right)}
         used = {factor for factor in used if known.roles[factor] is not FactorRole.PICKED}
         return Labels(
@@ -120,7 +121,10 @@ def ragged_dot(step: PlanStep) -> list[ShardedValue]:
 def follow_matmul(
     step: PlanStep, values: Sequence[ShardedValue], labels: Labels
 ) -> list[ShardedValue]:
-    """Follow a matmul. A mesh axis shards one label. A contracted label gives a partial sum.
+    """Follow a matmul.
+
+    A mesh axis shards at most one label. If it shards a contracted label, the result is a partial
+    sum.
 
     Args:
       step: The equation.
@@ -161,9 +165,9 @@ def _use(
 
     XLA merges the moves for two uses only if their keys are equal.
 
-    Matmuls that need the same dims share a gather if the dims that they keep sharded are of the
-    same kinds. They also share it if the sharding of the value is in its type (Explicit mesh axes),
-    or if the gather is over fewer devices than the dims that stay sharded.
+    Two matmuls that need the same sharding share a gather in three cases: the labels that stay
+    sharded are of the same kinds (first letters); the sharding of the value is in its type
+    (Explicit mesh axes); or the gather is over fewer devices than the dims that stay sharded.
     """
     if explicit_axes(step.avals[at]):
         return None
@@ -181,9 +185,9 @@ def _places(step: PlanStep, values: Sequence[ShardedValue], labels: Labels) -> d
     XLA decides in this way, as measured on compiled programs:
 
     * If a constraint shards a label of the result over the mesh axis, this label is chosen.
-    * If both operands shard a contracted label, it is summed.
-    * If one operand shards a contracted label, it is summed if the result is smaller than that
-      operand. Else the operand is gathered.
+    * If both operands shard a contracted label, XLA sums over the mesh axis.
+    * If only one operand shards a contracted label, XLA sums if the result is smaller than that
+      operand. Else it gathers the operand.
     * If two labels compete, and a constraint on the result shards neither, both are gathered. A
       single label of the result is gathered too, if the mesh axis is Explicit and the type of the
       result does not shard the label over it.
@@ -260,7 +264,7 @@ def _claims(
 
 
 def _is_dispatched(claims: Mapping[str, _Claim], decided: str) -> bool:
-    """Tell whether a mesh axis moves to or from a batch label, as in an MoE with one-hot rows."""
+    """Tell whether a mesh axis moves to or from a batch label, as in an MoE that uses one-hots."""
     batch = [label for label in claims if label.startswith("b")]
     if decided not in claims:
         return bool(batch)

@@ -1,4 +1,4 @@
-"""The collectives that move a value from one sharding to another, in the order of XLA."""
+"""The collectives that move a value from one sharding to another, in the order that XLA uses."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _transfer(
 
 
 def _sliced(held: Dims, goal: Dims) -> Dims:
-    """Return the mesh axes of each dim after the slices, which add those that `held` lacks."""
+    """Return the mesh axes of each dim after slices over the mesh axes that only `goal` has."""
     used = axes_of(held)
     return tuple(
         (*have, *(axis for axis in want if axis not in used))
@@ -225,7 +225,8 @@ def _traded(
     both = {left, entered}
     permute = _transfer(Kind.PERMUTE, both, current, sizes)
     swapped = entered in axes_of(held)
-    # `CanReshardWithCollectivePermute`: after slices, dims have as many parts as in the goal.
+    # A permute is enough if, after slices, each dim has as many shards as in the goal: see
+    # `CanReshardWithCollectivePermute` of XLA.
     if sizes[left] == sizes[entered] or (not swapped and sizes[left] < sizes[entered]):
         return ValueMove(transfers=(permute,))
     smaller, larger = sorted(both, key=sizes.__getitem__)

@@ -2,11 +2,11 @@
 
 A TPU keeps an array in tiles of 128 elements of its last dim. An argument whose last dim is
 shorter gets another order of dims, which is not padded. A write of rows at computed positions needs
-the padded order, so the compiler copies the array. Measured for caches with heads of 32 to 96
-(libtpu 0.0.42.1):
+the padded order, so the compiler copies the array. This was measured for caches with head dims of
+32 to 96 (libtpu 0.0.42.1):
 
 * In a decode step of a model with several query heads per KV head, the copies of one layer are in
-memory.
+  memory.
 * With one query head per KV head, and in prefill, the copies of all layers may be in memory until
   the end.
 * If there is only one KV head on a device, the compiler makes two copies, or pads two dims.
@@ -28,7 +28,7 @@ from shardwright.plan.walk.liveness import Timeline
 
 # A tile of a TPU has 8 sublanes by 128 lanes, of 32 bits each.
 _LANES: Final = 128
-_LARGEST_FACTOR: Final = 113  # a larger prime number of tiles is not cut, as measured
+_LARGEST_FACTOR: Final = 113  # with a larger prime factor of tiles, nothing is cut, as measured
 _SUBLANES: Final = 8
 _MATRIX: Final = 2
 
@@ -84,7 +84,7 @@ def padded_copies(
 
 
 def is_across(buffer: Buffer) -> bool:
-    """Tell whether a matrix is stored with its first dim along the lanes: its last is short."""
+    """Tell whether a matrix is stored with its first dim along the lanes: its last dim is short."""
     if len(buffer.shape) != _MATRIX or for_gpus():
         return False
     rows, columns = buffer.shape
@@ -92,10 +92,10 @@ def is_across(buffer: Buffer) -> bool:
 
 
 def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
-    """Return the copies that a transpose makes of an array whose dims all have below 128 elements.
+    """Return the copies for a transpose of an array in which each dim has fewer than 128 elements.
 
-    The patches of an image are such an array. The compiler pads the array before the transpose, the
-    array after it, or both, to tiles of 8 by 128.
+    The patches of an image are such an array. The compiler pads the operand of the transpose, its
+    result or both to tiles of 8 by 128.
     """
     if name != "transpose" or for_gpus():
         return []
@@ -119,7 +119,7 @@ def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
 
 
 def keep_copies(read: Iterable[Buffer | None], timeline: Timeline) -> None:
-    """Keep padded copies until the end, if a matmul with one row reads their arrays."""
+    """Keep padded copies until the end: a matmul with one row reads the arrays that they copy."""
     for each in read:
         for root in () if each is None else roots(each):
             padded = timeline.padded.get(root)
@@ -128,7 +128,7 @@ def keep_copies(read: Iterable[Buffer | None], timeline: Timeline) -> None:
 
 
 def with_one_row(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs behind an operand of a matmul whose other operand has one row.
+    """Return the inputs of each operand of a matmul whose other operand has only one row.
 
     Args:
       equation: A matmul.

@@ -32,12 +32,12 @@ class Peers:
         self._seen: set[Any] = set()
 
     def ask(self, variable: Any, asked: dict[Any, Dims], held: Mapping[Any, ShardedValue]) -> None:
-        """Add the sharding that `dims` finds for a variable to `asked`, if it is not there yet.
+        """Add the sharding that `dims` finds for a variable to `asked`, unless `asked` has one.
 
         Args:
           variable: The result of a scatter.
-          asked: Variable -> the mesh axes of each dim that later equations require. It is changed
-            in place.
+          asked: Variable -> the mesh axes of each dim that later equations require. This dict is
+            changed in place.
           held: The values that are already computed.
         """
         if variable not in asked and (dims := self.dims(variable, held)) is not None:
@@ -103,7 +103,7 @@ class Peers:
 def _inside(
     equation: Any, body: Any, variable: Any, held: Mapping[Any, ShardedValue], depth: int
 ) -> Dims | None:
-    """Return the sharding of a value that a called jaxpr combines with one of its operands."""
+    """Return the sharding of a value that a called jaxpr combines with its operand `variable`."""
     # A `cond` by platform has one operand more than its branches: the index of the branch.
     given = equation.invars[len(equation.invars) - len(body.invars) :]
     pairs = list(zip(body.invars, given, strict=True))

@@ -86,8 +86,8 @@ _RULES: Final[Mapping[str, PlanRule]] = {
     "debug_print": shapes.callback,
     "debug_callback": shapes.callback,
 }
-_MASKS: Final = "this mask is computed twice; annotate the results that are made of it, shard(...)"
-_UNEVEN: Final = "shard the returned value, which does not divide, with shard(...)"
+_MASKS: Final = "this mask is computed twice; with shard(...), annotate what is computed from it"
+_UNEVEN: Final = "shard the returned value with shard(...): its mesh axes do not divide a dim"
 # For these primitives, the rule itself sets `runs`, which is how often a result is computed.
 _LOOPS: Final = frozenset({"scan", "while", "cond"})
 # XLA partitions these primitives by the types of all operands, including constants.
@@ -199,7 +199,10 @@ class ShardingWalker:
 def _target_dims(
     target: Callable[[Any], ShardedValue | None], sizes: Mapping[str, int]
 ) -> Callable[[Any], Dims | None]:
-    """Return a function from a constraint to its sharding, or to None if it leaves a dim alone."""
+    """Return a function that returns the sharding of a constraint.
+
+    The function returns None if the constraint leaves the sharding of a dim as it is.
+    """
 
     def dims(equation: Any) -> Dims | None:
         result = equation.outvars[0].aval
@@ -227,8 +230,8 @@ def _follow(step: PlanStep) -> Sequence[ShardedValue]:
             step = with_typed_constants(step)
         results = [value.pruned() for value in rule(step)]
         if step.name not in _LOOPS:
-            # XLA moves loop-invariant code out of loops: only operands of a loop make a result run
-            # again.
+            # XLA moves loop-invariant code out of loops. So an equation runs as often as that one
+            # of its operands that is computed most often.
             runs = most_runs(step.values)
             results = [
                 value if value.runs == runs else dataclasses.replace(value, runs=runs)
@@ -236,7 +239,7 @@ def _follow(step: PlanStep) -> Sequence[ShardedValue]:
             ]
         results = as_typed(step, results)
         if step.place in step.scope.masks:
-            # The sharding that the uses of this mask, and the uses of equal masks, require.
+            # A mask gets the sharding that its uses and the uses of equal masks require.
             masks, origins = step.scope.masks[step.place], step.scope.mask_origins
             mask = shared_mask(results[0], masks, origins)
             own = results[0].mesh_axes | axes_of(step.wanted[0] or ())
@@ -306,7 +309,7 @@ def _with_constants(ledger: Ledger, jaxpr: Any) -> list[Buffer]:
 
 
 def _even(ledger: Ledger, value: ShardedValue, aval: Any) -> ShardedValue:
-    """Return an output as XLA returns it: each dim has the first mesh axes that divide it."""
+    """Return an output as XLA returns it: a dim keeps as many of its first axes as divide it."""
     dims = []
     for size, axes in zip(aval.shape, value.dims, strict=True):
         kept = axes
@@ -325,8 +328,8 @@ def _given_out(
 ) -> ShardedValue:
     """Move an output to its sharding and its memory, and return it with its buffer.
 
-    A slice and a copy to the host are made as soon as the value is computed, a gathered copy at the
-    end.
+    A slice or a copy to the host is made as soon as the value is computed. A gathered copy is made
+    at the end of the program.
     """
     sent = len(ledger.events)
     if goal is None:
@@ -378,7 +381,7 @@ def walk_jaxpr(
       kinds: Memory category of each input. Defaults to `inputs` for all.
       donated: Per input, whether the program may overwrite it. By default, it may not.
       to_host: Per output, whether it is returned in the memory of the host. Defaults to none.
-      renaming: Mesh axes that take the place of those in the `shard_map`s of the jaxpr.
+      renaming: Mesh axis in the `shard_map`s of the jaxpr -> the mesh axes that replace it.
     """
     ledger = Ledger(sizes, renaming)
     inputs = _with_memory(ledger, jaxpr.invars, inputs, kinds)
@@ -392,7 +395,8 @@ def walk_jaxpr(
         sizes=ledger.sizes,
         target=_target_dims(lambda equation: target(equation, ledger), ledger.sizes),
     )
-    # `required_dims` knows no origins. Each mesh axis takes its origin from the outputs and inputs.
+    # `required_dims` returns no origins. So each mesh axis gets its origin from the outputs and
+    # inputs.
     ends = [value for value in (*goals, *inputs) if value is not None]
     walker = ShardingWalker(ledger, target, masks=masks, mask_origins=merged_origins(ends))
     results = walker.run(jaxpr, inputs, wanted=wanted)

@@ -32,9 +32,9 @@ _SURE: Final = CUMULATIVE | {"dynamic_slice"}
 
 
 def view(step: PlanStep) -> list[ShardedValue]:
-    """Follow a transpose or a reshape. If no sharding of the result fits, the value is gathered.
+    """Follow a transpose, a reshape or a broadcast. The new dims of a broadcast are replicated.
 
-    A broadcast has the same rule. Its new dims are replicated.
+    If no sharding of the result fits, the value is gathered.
     """
     known = correspondence(step.equation)
     assert known is not None
@@ -67,8 +67,8 @@ def cut(step: PlanStep) -> list[ShardedValue]:
 def callback(step: PlanStep) -> list[ShardedValue]:
     """Follow `jax.debug.print` or `jax.debug.callback`, which have no results.
 
-    One device calls the function, with whole arrays: each operand is gathered. With
-    `partitioned=True`, each device calls it with its own part.
+    One device calls the function, with whole arrays, so each operand is gathered. With
+    `partitioned=True`, each device calls the function with its own shard, and nothing is gathered.
     """
     for at, aval in enumerate(step.avals):
         if step.parameters.get("partitioned"):
@@ -91,7 +91,7 @@ def slice_(step: PlanStep) -> list[ShardedValue]:
 
 
 def _picked(step: PlanStep, changed: Sequence[int]) -> ShardedValue:
-    """Follow a slice of size 1 of a sharded dim: a sum gives it to all devices.
+    """Follow a slice of size 1 of a sharded dim: a sum over devices copies the slice to all.
 
     If the slice is not in the first shard, XLA sends it to the first device before the sum.
     """
@@ -128,7 +128,7 @@ def constraint(step: PlanStep) -> list[ShardedValue]:
         return [dataclasses.replace(value, origins={**value.origins, **target.origins})]
     dims = typed_dims(step.results[0], with_kept(target.dims, value.dims), step.ledger.sizes)
     if step.name == "reshard" and value.free and dims == value.dims:
-        return [value]  # a scatter into these zeros still adds on the devices that have its updates
+        return [value]  # a scatter into it still adds each update on the device of the update
     if value.owed and not value.owed & axes_of(dims):
         dims = _scattered_later(step, value, dims)
     # The key is that of `PlanStep.move` with `use=None`, so later gathers to these dims share it.
@@ -143,9 +143,9 @@ def constraint(step: PlanStep) -> list[ShardedValue]:
 
 
 def device_put(step: PlanStep) -> list[ShardedValue]:
-    """Follow moves between the memories of host and device, or to a sharding.
+    """Follow moves to a sharding, or between the memory of the host and that of the device.
 
-    A move that names only a memory keeps the sharding. The moves that remat makes are of this kind.
+    A move that names only a memory keeps the sharding. Remat adds moves of this kind.
     """
     results = []
     for at, (place, before, after) in enumerate(
@@ -161,7 +161,7 @@ def device_put(step: PlanStep) -> list[ShardedValue]:
 
 
 def _scattered_later(step: PlanStep, value: ShardedValue, dims: Dims) -> Dims:
-    """Return the sharding of a later constraint if it keeps only a part of a sum, else `dims`.
+    """Return the sharding of a later constraint if it shards the sum over devices, else `dims`.
 
     Compilers then turn the all-reduce into a reduce-scatter, unless the sum has other uses.
     """

@@ -33,13 +33,13 @@ class Scope:
       suggested: Variable -> the mesh axes of each dim that a constraint after a later matmul
         suggests.
       uses: Variable -> number of uses, results of the jaxpr included.
-      needed_whole: Variables with several uses where at least one use needs the complete sum.
+      needed_whole: Variables that have several uses, of which at least one needs the complete sum.
       target: Returns the sharding and origins that a constraint equation requires.
-      follow: Walks an inner jaxpr; see `Walker.run`.
+      follow: Walks an inner jaxpr; see `ShardingWalker.run`.
       known: Names of the primitives that have a rule.
       settled: Variable -> its complete sum, for partial sums that were already completed.
       moved: (variable, dims, use) -> the moved value, for moves that were already noted.
-      masks: Masks that the program computes twice -> the sharding that the uses of both require.
+      masks: Mask that the program computes twice -> the sharding that the uses of both require.
       mask_origins: Mesh axis -> an origin that explains it in the sharding of a mask.
     """
 
@@ -84,10 +84,10 @@ class PlanStep:
         return [self.scope.asked.get(variable) for variable in self.equation.outvars]
 
     def wanted_over(self, axis: str) -> Dims | None:
-        """Sharding of the first result that decides which dim a mesh axis shards, or None.
+        """Return the sharding that decides which dim of the first result a mesh axis shards.
 
-        Over an Explicit mesh axis, this is the sharding of the result's type, else that of a later
-        constraint.
+        Over an Explicit mesh axis, this is the sharding of the result's type. Over an Auto mesh
+        axis, it is the sharding that a later constraint requires, or None.
         """
         result = self.results[0]
         if axis in explicit_axes(result):
@@ -96,7 +96,7 @@ class PlanStep:
 
     @property
     def suggested(self) -> Dims | None:
-        """Sharding of the first result that a constraint after a later matmul suggests, or None."""
+        """The sharding that a constraint after a later matmul suggests for the first result."""
         return self.scope.suggested.get(self.equation.outvars[0])
 
     def walk(
@@ -159,8 +159,8 @@ class PlanStep:
         """
         value = dataclasses.replace(result, runs=most_runs(self.values))
         settled = self.ledger.settle(value, self.results[0], self.location, wanted=wanted)
-        # XLA cannot merge this collective with an equal one: two largest elements, for example,
-        # cannot be added before they are sent.
+        # XLA cannot merge this collective with an equal one. Two maxima, for example, cannot be
+        # added before they are sent.
         return dataclasses.replace(settled, summed=())
 
     def maybe_partial(self, at: int) -> ShardedValue:

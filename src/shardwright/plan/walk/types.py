@@ -1,8 +1,8 @@
 """Shardings in the types of values. JAX writes the Explicit mesh axes of a value into its type.
 
-Each value ends with the sharding of its type, since JAX lowers the type of each result to a
-constraint. Types do not say which collectives lead there: the rules of the equations do. Auto mesh
-axes are in no type.
+JAX lowers the type of each result to a constraint. So after each equation, the walk moves the
+results to the shardings of their types. A type does not say which collectives this needs; the rules
+of the primitives do. Types have no Auto mesh axes.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ def add_typed_demands(demands: Demands, variables: Iterable[Any], sizes: Mapping
     """Add the sharding of each variable's type to the sharding that constraints require."""
     for variable in variables:
         explicit = explicit_axes(variable.aval)
-        # Without a constraint, propagation decides over Auto mesh axes. If there are any, add
-        # nothing.
+        # If the mesh has Auto mesh axes and no constraint requires a sharding, propagation decides
+        # over these mesh axes: add nothing.
         if variable in demands or (explicit and explicit >= sizes.keys()):
             dims = demands.get(variable, ((),) * variable.aval.ndim)
             demands[variable] = typed_dims(variable.aval, dims, sizes)
 
 
 def _unreduced(avals: Iterable[Any]) -> frozenset[str]:
-    """Return the mesh axes over which values are partial sums by their types."""
+    """Return the mesh axes over which types say that their values are partial sums."""
     return frozenset().union(
         *(aval.sharding.spec.unreduced for aval in avals if explicit_axes(aval))
     )
 
 
 def with_owed(step: PlanStep) -> PlanStep:
-    """Return the step. Its operands are marked as partial sums where its types complete these sums.
+    """Mark operands as partial sums if the equation completes these sums. Return the step.
 
-    While a type is unreduced, equations run on the terms of the sum. A reshard to a reduced type
-    adds up the terms.
+    It completes the sums over mesh axes that are unreduced in the types of the operands, but not in
+    the types of the results. While a type is unreduced, equations run on the terms of the sum. A
+    reshard to a reduced type adds up the terms.
     """
     paid = _unreduced(step.avals) - _unreduced(step.results)
     if not paid:
@@ -52,7 +53,7 @@ def with_owed(step: PlanStep) -> PlanStep:
 
 
 def with_typed_constants(step: PlanStep) -> PlanStep:
-    """Return a step where operands that every device can compute have the sharding of their types.
+    """Give operands that every device can compute the shardings of their types. Return the step.
 
     JAX lowers these types to constraints. XLA follows the constraints in two places: at a matmul,
     and after a reshard to Auto mesh axes, which JAX puts before each gather and scatter. At all

@@ -53,20 +53,22 @@ class ShardedValue:
         the terms before it converts the sum. Empty means the type of the value.
       widened_from: Element type that the value, or the terms of the sum, had before they were
         converted to a wider type. If the sum is converted back, it is added in this type.
-      is_matmul: Whether the value is the result of a matmul, whose layout compilers choose.
+      is_matmul: Whether the value is the result of a matmul. Compilers choose the layout of such
+        results.
       runs: How often the value is computed. A loop-invariant value is computed once, because XLA
         moves it out of the loop.
       free: Whether every device can compute the value by itself, such as a constant or an iota.
         Such a value gets any sharding without a collective.
       origins: Mesh axis -> why it is in `dims` or `owed`.
-      lookups: The lookups whose gradients the value adds up. Each entry has the place of the
-        lookup, and the mesh axes that shard its table, indices or rows.
+      lookups: The lookups whose gradients the value adds up. For each: the ids of its equation (see
+        `PlanStep.place`), and the mesh axes that shard its table, indices or rows.
       table_moves: If the value is a scatter into zeros that is then added to another value: the
         moves of this other value, as pairs of shardings. XLA scatters into the other value instead
         of the zeros, so it moves the other value as it would move the zeros.
       summed: If the value was a partial sum: kinds and mesh axes of the collectives that completed
         the sum.
-      buffer: Its memory, or None if it needs none (constants) or the walk does not count memory.
+      buffer: Its memory. None for constants, which need no memory. Also None if the walk does not
+        count memory.
     """
 
     dims: Dims
@@ -112,7 +114,7 @@ def anywhere(ndim: int) -> ShardedValue:
 
 
 def dims_of_spec(spec: Sequence[Any], ndim: int, sizes: Mapping[str, int]) -> Dims:
-    """Return a PartitionSpec's mesh axes of each dim, without those of size 1.
+    """Return the mesh axes of each dim in a PartitionSpec, without mesh axes of size 1.
 
     Args:
       spec: Entries of a PartitionSpec. An unconstrained entry becomes `KEEP`.
@@ -135,7 +137,7 @@ def on_host(aval: Any) -> bool:
 
 
 def explicit_axes(aval: Any) -> frozenset[str]:
-    """Return the mesh axes over which a type has a sharding."""
+    """Return the Explicit mesh axes of a type. Over these, the type has a sharding."""
     # A token has no sharding.
     sharding = getattr(aval, "sharding", None)
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
@@ -187,7 +189,7 @@ def local_elements(shape: Sequence[int], dims: Dims, sizes: Mapping[str, int]) -
 
 
 def most_runs(values: Iterable[ShardedValue]) -> int:
-    """Return how often a result of these values is computed."""
+    """Return how often an equation with these operands runs."""
     return max((value.runs for value in values), default=1)
 
 
