@@ -23,8 +23,8 @@ class Annotation:
 
     Attributes:
       request: The annotation to resolve, with shape, mode, role and path.
-      strict: Whether a dim that does not fit is an error, as for `shard` and `gather`. Otherwise it
-        is left to the compiler, as for `hint`.
+      strict: Whether a dim that does not fit is an error, as for `shard` and `gather`. Otherwise
+        the dim is left to the compiler, as for `hint`.
     """
 
     request: ShardingRequest

@@ -21,7 +21,7 @@ class AttentionCalls:
 
     Attributes:
       implementation: Its name, such as `blockwise`.
-      kernels: Names of the kernels that it calls, such as `splash_forward`.
+      kernels: Names of the kernels that the calls run, such as `splash_forward`.
       source: Line of the model, `model.py:12`.
     """
 
@@ -46,7 +46,7 @@ def read_attention_calls(jaxpr: Any) -> tuple[AttentionCalls, ...]:
 
 
 def _calls(jaxpr: Any) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield implementation, line and kernels of each call, and of each of its derivatives."""
+    """Yield implementation, line and kernels of each call and of each derivative of a call."""
     for equation in live_equations(jaxpr):
         body = called_jaxpr(equation)
         if body is not None and equation.params.get("name") == _FUNCTION:

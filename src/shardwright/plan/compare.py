@@ -1,4 +1,4 @@
-"""Compare how a tree is sharded under two strategies, meshes or modes. Needs no devices."""
+"""Compare how a tree is sharded under two strategies, meshes or modes. No device is needed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def moved(self) -> bool:
-        """Whether the mesh axes or the memory differ, or only one manager has a spec."""
+        """Whether mesh axes or memory (device, host) differ, or only one manager has a spec."""
         before, after = self.before, self.after
         return before.mesh_axes != after.mesh_axes or before.found.on_host != after.found.on_host
 
@@ -67,7 +67,7 @@ class Row:
 
     @property
     def grows(self) -> int | None:
-        """Bytes per device that the right side adds; None if either side is unknown."""
+        """Bytes per device on the right minus those on the left; None if either is unknown."""
         return (
             None
             if self.before.bytes is None or self.after.bytes is None

@@ -225,10 +225,10 @@ def _lines(plan: Mapping[str, Any]) -> dict[str, frozenset[Hashable]]:
 
 
 def _places(plan: Mapping[str, Any], moved: Mapping[str, str]) -> dict[str, str]:
-    """Return the text for each line of the left plan that is another line in the right plan.
+    """Return how to show those lines of the left plan whose numbers mean other lines in the right.
 
-    A line that moved has its new number. A line that is gone, and whose number another line has
-    now, is marked `(before)`.
+    A line that moved is shown with its new number. If a line is gone, and another line now has its
+    number, the old line is marked `(before)`.
     """
     taken = set(moved.values())
     gone = {source for source in _lines(plan) if source in taken and source not in moved}
@@ -283,8 +283,8 @@ def _traffic(
 def moved_lines(before: SaysByLine, after: SaysByLine) -> dict[str, str]:
     """Return the new place of each line that moved within its file.
 
-    Two lines are the same line if a plan says the same about both. If a plan says the same about
-    several lines of a file, their order in the file decides.
+    A line of the left plan and a line of the right plan are the same line if both plans say the
+    same about them. If this holds for several lines of a file, their order in the file decides.
 
     Args:
       before: The lines of the left plan.

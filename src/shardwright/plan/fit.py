@@ -10,12 +10,12 @@ from shardwright.plan.walk.entries import Peak
 
 # A program fits if the upper end of its memory is at most this share of the usable memory. The
 # program may need more than the upper end: in `benchmarks.fits`, the upper end is at least 0.95 of
-# the need.
+# what the program needs.
 _SAFE: Final = 0.95
-# A program may fit if the lower end of its memory is at most this share. The program may need less
-# than the lower end: of 82 compiled programs, one needs 0.92 of it (`tests.plan.test_tpu_memory`),
-# and each decoder of `benchmarks.fits` at least 0.95. Only `Peak.sure` proves that a program does
-# not fit.
+# A program may fit if the lower end of its memory is at most this share of the usable memory. The
+# program may need less than the lower end: of 82 compiled programs (`tests.plan.test_tpu_memory`),
+# one needs 0.92 of its lower end, and each decoder of `benchmarks.fits` needs at least 0.95 of it.
+# Only `Peak.sure` proves that a program does not fit.
 _LOWER: Final = 1.1
 
 

@@ -49,10 +49,10 @@ class FittingMesh:
 
 
 def find_other_mesh(program: Program, manager: Manager, topology: Topology) -> FittingMesh | None:
-    """Return a mesh of the same slice that a program fits on, else a mesh on which it is close.
+    """Return a mesh of the same slice that a program fits on, else one with the verdict `close`.
 
-    In these meshes, one mesh axis has given a factor of its devices to another mesh axis. Of these
-    meshes, those with the smallest state are planned.
+    A factor of one mesh axis of the program's mesh is moved to another mesh axis. Of the meshes
+    that this gives, only those with the smallest state are planned.
 
     Args:
       program: A program that does not fit.
@@ -75,7 +75,8 @@ def find_other_mesh(program: Program, manager: Manager, topology: Topology) -> F
             continue
         if held <= topology.chip.hbm_bytes:
             meshes.append((held, sizes))
-    # Sort by bytes only: of two meshes with equal bytes, `sort` would compare the dicts, and fail.
+    # Sort by bytes only. Otherwise, `sort` would compare the dicts of meshes with equal bytes, and
+    # fail.
     meshes.sort(key=lambda each: each[0])
     return _first_fitting(program, manager, ((topology, sizes) for _, sizes in meshes[:_TRIES]))
 
@@ -83,7 +84,7 @@ def find_other_mesh(program: Program, manager: Manager, topology: Topology) -> F
 def find_larger_mesh(
     program: Program, manager: Manager, topology: Topology, *, held: int
 ) -> FittingMesh | None:
-    """Return the smallest mesh that a program fits on, else the smallest one on which it is close.
+    """Return the smallest mesh that a program fits on, else the smallest with the verdict `close`.
 
     The largest axis of the mesh grows, and all others keep their sizes. For each number of devices,
     one slice is tried.
@@ -113,7 +114,7 @@ def _first_fitting(
 ) -> FittingMesh | None:
     """Plan a program on meshes.
 
-    Return the first mesh on which it fits, else the first mesh on which it is close.
+    Return the first mesh on which it fits, else the first mesh with the verdict `close`.
     """
     close: FittingMesh | None = None
     for slice_, sizes in meshes:
@@ -220,7 +221,7 @@ def find_smaller_rules(
       below: Bytes that a device may need with the changes.
 
     Returns:
-      None if no change that works needs fewer bytes.
+      None if no change with which the program can be planned needs fewer bytes than `below`.
     """
     best: FittingRules | None = None
     for settings in _changes(strategy, manager, state):
@@ -238,7 +239,7 @@ def find_smaller_rules(
 def _changes(
     strategy: Strategy, manager: PartitionManager, state: StateBytes
 ) -> Iterator[dict[str, str]]:
-    """Yield settings that shard the residual stream, and arrays with the most replicated bytes."""
+    """Yield settings that shard the residual stream, or arrays with the most replicated bytes."""
     saved: dict[tuple[str, str], int] = {}
     for leaf in state.leaves:
         if leaf.category in (Category.INPUTS, Category.CACHE):

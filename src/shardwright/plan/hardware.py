@@ -36,7 +36,7 @@ class _Keys:
       flags: Booleans.
       lists: Lists of shapes.
       cells: Tables with a value, a source and a date.
-      optional: Those of `cells` that may be absent.
+      optional: Tables like those in `cells`, which may be absent.
     """
 
     numbers: tuple[str, ...]
@@ -62,8 +62,8 @@ _DOMAINS: Final = _Keys(
     cells=(*_CELLS, "pool_share", "workspace_mib"),
     optional=(*_TYPES, *_NETWORKS, *_HOST),
 )
-# Names of slices in Google Cloud, such as v5litepod-16. Some of them count the cores of the chips,
-# which are two per chip: https://cloud.google.com/tpu/docs/supported-tpu-configurations
+# Names of slices in Google Cloud, such as v5litepod-16. In the names of some chips, the number
+# counts cores, and a chip has two: https://cloud.google.com/tpu/docs/supported-tpu-configurations
 _CLOUD_NAME: Final = re.compile(r"([A-Za-z0-9]+)-([0-9]{1,6})")
 _CLOUD_CHIPS: Final = {"v5litepod": "v5e"}
 _COUNTED_IN_CORES: Final = frozenset({"v4", "v5p"})
@@ -102,7 +102,7 @@ class Chip:
       nvlink: Whether the links of a domain are faster than PCIe.
       switched: Whether a switch gives each pair of devices all links.
       switch_sums: Whether the switch adds up all-reduces inside a domain (NVLink SHARP).
-      pool_share: Share of the device's memory in `hbm_bytes`: the pool that JAX allocates.
+      pool_share: `hbm_bytes` as a share of the device's memory: the pool that JAX allocates.
       workspace: Bytes of the pool that XLA gives to cuBLAS.
       networks: Network between domains -> bytes per second that one device sends over it.
       host_rate: Bytes per second between a device and its host, one way; 0 if that is not known.
@@ -193,7 +193,7 @@ class Topology:
     def is_ring(self, side: str) -> bool:
         """Tell whether the links along a side wrap around.
 
-        In a 3D slice, they do along all sides or along none.
+        In a 3D slice, the links wrap around along all sides or along none.
         """
         # Optical switches join the faces of 4x4x4 cubes. Smaller 3D slices have no rings.
         lengths = self.shape if len(self.shape) > 2 else (self.sides[side],)
@@ -431,7 +431,7 @@ def _shapes_of_name(text: str, hardware: Mapping[str, Chip]) -> str:
 
 
 def smallest_slice(chip: Chip, needed: int) -> Topology | None:
-    """Return the slice or domains with the fewest devices whose memory holds `needed` bytes.
+    """Return the smallest slice, or number of domains, whose memory holds `needed` bytes.
 
     Returns:
       None if the largest slice is too small.

@@ -1,9 +1,9 @@
 """Assign the axes of a mesh to the links of a slice, and compute the rate of each mesh axis.
 
 On TPUs, the assignment is that of `jax.experimental.mesh_utils.create_device_mesh`: the last mesh
-axis is assigned first, to as many whole physical axes as its size allows. If whole axes do not fit
-every mesh axis, all mesh axes are assigned anew, to whole physical axes and parts of them. A part
-is not a ring.
+axis is assigned first, to whole physical axes whose product is its size, as many as possible. If
+there are no such axes for some mesh axis, all mesh axes are assigned anew, to whole physical axes
+and parts of them. A part is not a ring.
 
 The GPUs of a domain have one physical axis, and are all equally near. A domain counts as a slice.
 """
@@ -99,9 +99,10 @@ class Layout:
     def rates(self, mesh_axes: Sequence[str]) -> tuple[float, float]:
         """Return the lowest and highest rate at which a device sends over mesh axes, in bytes/s.
 
-        A TPU sends over all links of the mesh axes at the same time. On a ring, it has links both
-        ways. A GPU behind a switch always has all its links; without a switch, only those to the
-        other devices of the group. Mesh axes that only cross slices have no links, and the rate 0.
+        A TPU sends over all links of the mesh axes at the same time: over two links on a ring, one
+        in each direction. A GPU behind a switch always uses all its links. A GPU without a switch
+        uses only those to the other devices of the group. Mesh axes that only cross slices have no
+        links, so their rate is 0.
         """
         chip = self.topology.chip
         links: float = sum(
@@ -205,12 +206,12 @@ def _crossing(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int]:
 def _whole_sides(
     sides: Mapping[str, int], sizes: Mapping[str, int]
 ) -> dict[str, dict[str, int]] | None:
-    """Assign as many whole sides as possible to each mesh axis.
+    """Assign as many whole sides (physical axes) as possible to each mesh axis.
 
-    Return None if no whole sides fit some mesh axis.
+    Return None if, for some mesh axis, no whole sides have its size as their product.
     """
-    # `mesh_utils._create_device_mesh_for_nd_torus`: the last mesh axis chooses first, and more
-    # sides are tried before fewer, since they have more links.
+    # As in `mesh_utils._create_device_mesh_for_nd_torus`, the last mesh axis chooses first, and a
+    # choice of more sides is tried before one of fewer, since more sides have more links.
     free, taken = dict(sides), {}
     for axis, size in reversed(list(sizes.items())):
         chosen = next(
@@ -233,8 +234,8 @@ def _parts_of_sides(
 ) -> dict[str, dict[str, int]]:
     """Assign parts of sides to each mesh axis, in the order that `create_device_mesh` prefers.
 
-    It compares, in this order: more devices on whole sides, more whole sides, more devices on sides
-    that other mesh axes have parts of, longer parts of the first sides.
+    It prefers, in this order: more devices on whole sides, more whole sides, more devices on sides
+    of which other mesh axes have parts, and longer parts of the first sides.
     """
     free, taken = dict(sides), {}
 
@@ -262,7 +263,7 @@ def _parts_of_sides(
 def _splits(free: Mapping[str, int], size: int) -> Iterator[dict[str, int]]:
     """Yield each choice of one length per side.
 
-    The lengths divide the sides, their product is `size`.
+    Each length divides its side, and the product of the lengths is `size`.
     """
     if not free:
         if size == 1:

@@ -1,4 +1,4 @@
-"""Compute how long a collective takes over mesh axes: inside a slice or domain, and between them.
+"""Compute how long a collective takes over mesh axes, inside slices or domains and between them.
 
 All times of collectives are computed here: for a plan, for the ranking of a search, and for a
 compiled program.
@@ -40,7 +40,7 @@ def collective_seconds(
     logical_bytes: int,
     wire_bytes: int,
 ) -> SecondsRange:
-    """Return the seconds of one run of a collective, between all its devices.
+    """Return the seconds of one run of a collective, inside slices or domains and between them.
 
     Args:
       layout: Assignment of the mesh axes to the slices or domains.
@@ -61,7 +61,8 @@ def collective_seconds(
             layout.slices_of(mesh_axes),
             pcie=not layout.topology.chip.nvlink,
         )
-        # NCCL runs the way that its cost model finds fastest: latency + bytes / bandwidth.
+        # NCCL runs the algorithm and protocol that take the fewest seconds by its cost model,
+        # latency + bytes / bandwidth.
         high = min(latency + high / share for share, latency in ways)
     return SecondsRange(low=low, high=high)
 
@@ -100,7 +101,7 @@ _GATHERS: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Protocol:
-    """A protocol of an algorithm: share of the bandwidth, and microseconds to start and per hop."""
+    """A protocol of NCCL: share of the bandwidth, and microseconds to start and for each hop."""
 
     share: float
     start: float
@@ -125,7 +126,7 @@ _TREE: Final = (
 def nccl_ways(
     kind: Kind, inside: int, domains: int, *, pcie: bool = False
 ) -> Iterator[tuple[float, float]]:
-    """Yield the share of the bandwidth and the seconds of latency of each algorithm and protocol.
+    """Yield (share of the bandwidth, seconds of latency) for each algorithm and protocol.
 
     Args:
       kind: Kind of collective. NCCL has no model of sends between pairs: an all-to-all counts as a

@@ -1,4 +1,4 @@
-"""Count the bytes of each array of a tree, per device and in copies over mesh axes.
+"""Count the bytes of each array of a tree: on each device, and in copies over mesh axes.
 
 Counts are exact, and need only shapes, dtypes and shardings, so meshes and arrays may be abstract.
 The tiling and alignment of a backend are left out: only the elements of the arrays count.
@@ -103,7 +103,7 @@ class TreeBytes:
 
     @property
     def replicated_share(self) -> float:
-        """Replicated bytes / held bytes: 0 if fully sharded, 7/8 if eight devices hold a copy."""
+        """Replicated bytes / held bytes: 0 if fully sharded, 7/8 if 8 devices each hold a copy."""
         return self.replicated / self.held if self.held else 0.0
 
     def select(self, pattern: str) -> TreeBytes:

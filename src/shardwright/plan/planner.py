@@ -204,8 +204,8 @@ class PlanReport:
         """Return the plan as text: state, memory, collectives, time, and where it is unsure.
 
         Args:
-          rows: How many collectives to show, and how many rules that replicate state. Defaults to
-            all collectives and five rules.
+          rows: Largest number of collectives that are shown, and of rules that replicate state.
+            Defaults to all collectives and five rules.
           width: Characters per line.
         """
         return text_of(self, rows=rows, width=width)
@@ -230,7 +230,7 @@ def plan(
     donated: Any = (),
     topology: str | Topology | None = None,
 ) -> PlanReport:
-    """Return what a function sends and computes, as `PartitionManager.plan` says."""
+    """Return what a function sends and computes. See `PartitionManager.plan`."""
     if isinstance(topology, str):
         topology = parse_topology(topology, read_hardware())
     elif topology is not None and not isinstance(topology, Topology):
@@ -286,7 +286,8 @@ def read_arguments(
 
 def _roles(program: Program) -> list[Role | None]:
     """Return the role of each array of the arguments, or None where its annotation decides."""
-    # A moment has its parameter's annotation. Only its category shows that `zero1` applies.
+    # A moment of an optimizer has the annotation of its parameter. Only the category of the moment
+    # shows that `zero1` applies.
     categories = read_holds(program.shapes, program.holds)
     return [None if category is None else ROLES[category] for category in categories]
 
@@ -306,7 +307,8 @@ def price(
       traced: Trace of the program. It must fit the manager (`traced.fits(manager)`).
       program: The program that was traced.
       layout: Assignment of the mesh axes to a slice. Without it, the report has no times.
-      renaming: Mesh axes that take the place of those in the trace (`traced.renaming(manager)`).
+      renaming: Mesh axis in the trace -> the mesh axes that replace it, from
+        `traced.renaming(manager)`.
 
     Raises:
       ShardingError: An annotation does not resolve.
@@ -342,7 +344,7 @@ def _check_weights(manager: Manager, traced: Trace, program: Program) -> None:
     """Refuse arguments that are annotated like inputs but used as weights inside the program.
 
     A plan would store these arguments by the rules of activations. The program stores them by the
-    rules of weights, so it would have other collectives than the plan.
+    rules of weights, so the program would have other collectives than its plan.
 
     Raises:
       StrategyError: There are such arguments, and `holds` does not say what they are.
@@ -382,8 +384,8 @@ def _with_gather(
 ) -> tuple[CompilerChoice, ...]:
     """Return choices, with a fix that names `gather` where a weight may compete for a mesh axis.
 
-    If a program uses a weight as stored, though the policy would gather it before use, the weight
-    still has its mesh axes in the matmul.
+    If a program does not gather a weight that the policy would gather, the weight is still sharded
+    over these mesh axes in the matmul.
     """
     stored = {
         axis
@@ -419,7 +421,7 @@ def program_state(manager: Manager, traced: Trace, program: Program) -> StateByt
 def _counted_arrays(
     shapes: tuple[Any, ...], traced: Trace, categories: Sequence[Category | None]
 ) -> list[CountedArray]:
-    """Return the arrays of the arguments, as `count_state` takes them."""
+    """Return the arrays of the arguments in the form that `count_state` needs."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
     arrays: list[CountedArray] = []
     bare: dict[tuple[int, Category], list[str]] = {}

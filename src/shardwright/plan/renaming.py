@@ -1,4 +1,4 @@
-"""Find the mesh axes that take the place of those of a trace.
+"""Find the mesh axes that replace the mesh axes of a trace.
 
 A trace has the names of mesh axes inside `shard_map`. Two meshes give the same trace, up to these
 names, under two conditions: every dim has the same number of shards on both meshes, and an axis of
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from shardwright.resolution.partition_specs import entry_names
 
-# Mesh axis of a trace -> the mesh axes that take its place. An axis of size 1 has none.
+# Mesh axis of a trace -> the mesh axes that replace it. No mesh axis replaces an axis of size 1.
 Renaming: TypeAlias = Mapping[str, tuple[str, ...]]
 
 
@@ -62,7 +62,7 @@ def _extend(
     old: Mapping[str, int],
     new: Mapping[str, int],
 ) -> bool:
-    """Add the renamed mesh axes of one dim. Return False if they contradict the renaming."""
+    """Add the mesh axes of one dim to the renaming. Return False if they contradict it."""
     rest = list(goal)
     for axis in held:
         if axis not in renaming:

@@ -226,8 +226,8 @@ def count_tensors(
                 for number in range(copies)
             ]
     counted = count_state(manager, arrays)
-    # `count_state` adds gradients only if there is optimizer state, but then in every mode. Here,
-    # training has them, and no other mode.
+    # `count_state` adds gradients in every mode, but only if there is optimizer state. Here,
+    # gradients are counted if `train` is set, with or without optimizer state.
     leaves = counted.leaves
     if train and Category.GRADIENTS not in counted.categories:
         leaves += tuple(gradients(leaves))
@@ -289,12 +289,12 @@ def _leaf(manager: Manager, array: CountedArray) -> StateLeaf:
 
 
 def _cause(resolution: Resolution | None, counted: LeafBytes, axis: str, manager: Manager) -> Cause:
-    """Return the rule that skipped the mesh axis because of a size, else the rule of the largest
-    dim.
+    """Return why an array is replicated over a mesh axis.
 
-    The largest dim is the one with the most elements per device that the mesh axis divides. If
-    `policy.largest_dim` names the mesh axis, the cause is the policy, with the reason why it does
-    not shard the array.
+    If `policy.largest_dim` names the mesh axis, the cause is this policy, with the reason why it
+    does not shard the array. Otherwise, the cause is the rule that skipped the mesh axis because a
+    size does not divide. If there is none, it is the rule of the largest dim: of the dims that the
+    mesh axis divides, the one with the most elements per device.
     """
     sizes, policy = manager.mesh.shape, manager.rules.policy.largest_dim
     devices = sizes[axis]

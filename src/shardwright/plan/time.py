@@ -1,9 +1,9 @@
 """Estimate a program's time on a slice by a roofline, as a range with its assumptions.
 
-No part of it is calibrated on hardware. The lower end assumes that all rates are at their peak, and
-that everything overlaps. The upper end assumes that matmuls run at half of their peak rate, that
-links run at the lower end of their range of rates, and that each hop has a latency. It also assumes
-that only matmuls overlap with their memory traffic.
+No part of the estimate is calibrated on hardware. The lower end assumes that all rates are at their
+peak, and that everything overlaps. The upper end assumes that matmuls run at half of their peak
+rate, that links run at the lower end of their range of rates, and that each hop has a latency. It
+also assumes that matmuls overlap with their memory traffic, and that nothing else overlaps.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
         )
         known = links.get(event.mesh_axes, SecondsRange(low=0.0, high=0.0))
         links[event.mesh_axes] = SecondsRange(
-            # In the best case, the branch is not taken.
+            # In the best case, the branch that contains the collective is not taken.
             low=known.low + (0.0 if event.maybe else event.runs * span.low),
             high=known.high + event.runs * span.high,
         )

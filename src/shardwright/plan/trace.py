@@ -73,7 +73,8 @@ class Trace:
       jaxpr: The program.
       inputs: Per input, its annotation as a request, or its sharding, or None if it is replicated.
       outputs: Per output, its annotation as a request, or None if the program decides its sharding.
-      unclear: Outputs whose annotation belongs to arguments of several roles; one request per role.
+      unclear: Outputs whose annotation belongs to arguments of several roles. For each of these
+        outputs, one request per role.
       answers: The requests whose answers may have changed the trace.
       mesh: Size of each mesh axis.
       attention: Rules of the strategy that choose an implementation of attention.
@@ -111,9 +112,9 @@ class Trace:
         return not holds_primitive(self.jaxpr, "shard_map")
 
     def renaming(self, manager: Manager) -> Renaming | None:
-        """Return the mesh axes to rename in the trace for a manager, or None if it does not fit.
+        """Return the mesh axes to rename so that the trace fits a manager, or None if it cannot.
 
-        The renaming is empty if the trace fits as it is. The program must be for `any_mesh`.
+        The renaming is empty if the trace fits as it is. The program must have `any_mesh` set.
         """
         if not self.moves_alike(manager):
             return None
@@ -128,12 +129,12 @@ class Trace:
         return find_renaming(pairs, self.mesh, dict(manager.mesh.shape))
 
     def moves_alike(self, manager: Manager) -> bool:
-        """Tell whether the rules of two managers put the same values on the host."""
+        """Tell whether a manager puts the same values on the host as the manager of the trace."""
         rules = manager.rules
         return self.memory == rules.memory and self.saved == rules.saved
 
     def _runs_alike(self, manager: Manager) -> bool:
-        """Tell whether the rules that are not about axes choose the same program."""
+        """Tell whether a manager has the rules of attention and of the pipeline of the trace."""
         rules = manager.rules
         return self.attention == rules.attention and self.pipeline == rules.pipeline
 
@@ -189,7 +190,8 @@ class Recorder:
         if self.typed:
             self._keep(decided.request, decided.placement.spec)
             x = constrain(x, decided)
-        # In a stage of a pipeline, `manual` tells which mesh axes its rules leave out.
+        # In a stage of a pipeline, the walk leaves the Manual mesh axes out of the rules, so keep
+        # `manual`.
         manual = decided.request.manual
         request = decided.request._replace(manual=manual if STAGES in manual else frozenset())
         return annotate(x, Annotation(request, decided.strict))
@@ -235,8 +237,8 @@ def trace(
     """Trace a function with its annotations kept. No device is needed, and no backend is started.
 
     Args:
-      manager: Rules and mesh under which the function is traced. What the function asks them may
-        change the trace.
+      manager: Rules and mesh under which the function is traced. If the function asks for specs or
+        sizes, the answers may change the trace.
       function: Function of arguments with these shapes.
       shapes: Per argument, a tree of arrays or ShapeDtypeStructs.
       specs: Per argument, a tree of annotations, or None for arguments that have shardings. As in
@@ -339,10 +341,11 @@ def sharding_of(given: ShardingRequest | NamedSharding | None, manager: Manager)
 def _type_sharding(
     given: ShardingRequest | NamedSharding | None, manager: Manager
 ) -> NamedSharding | None:
-    """Return the part of the sharding of an argument that JAX needs in its type, or None."""
+    """Return the part of an argument's sharding that its type needs during the trace, or None."""
     if is_typed(manager):
         return sharding_of(given, manager)
-    # On an Auto mesh, give no spec: it would be part of the trace, which many strategies share.
+    # On an Auto mesh, give no spec: the spec would be a part of the trace, which many strategies
+    # share.
     if not _is_on_host(given, manager):
         return None
     return NamedSharding(manager.mesh, PartitionSpec(), memory_kind=host_kind(manager.mesh, None))
@@ -357,7 +360,8 @@ def _is_on_host(given: ShardingRequest | NamedSharding | None, manager: Manager)
 def fetching(manager: Manager, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that moves its arguments from the host first, as `jit_step` does.
 
-    If the rules put parameters on the host, it moves nothing: `gather` and `offloaded` move them.
+    If the rules put parameters on the host, the function itself moves nothing. Calls of `gather`
+    and `offloaded` in the program then move the arguments.
     """
     if holds_params(manager.rules, manager.mode or MODE_TRAIN):
         return function
@@ -375,9 +379,9 @@ def fetching(manager: Manager, function: Callable[..., Any]) -> Callable[..., An
 def hosted_outputs(traced: Trace, manager: Manager, donated: Sequence[bool]) -> list[bool]:
     """Return, per output, whether it is returned in the memory of the host.
 
-    A clear annotation of the output decides. Otherwise, the output is in the memory of the donated
-    argument that it overwrites: as in JAX, this is the first donated argument of the same shape and
-    dtype.
+    If the output has an annotation, and only one role is possible for it, the annotation decides.
+    Otherwise, the output is in the memory of the donated argument that it overwrites: as in JAX,
+    this is the first donated argument of the same shape and dtype.
     """
     waiting: dict[Any, list[bool]] = {}
     for given, variable, may in zip(traced.inputs, traced.jaxpr.invars, donated, strict=True):
@@ -400,7 +404,7 @@ def read_inputs(
     specs: Any,
     roles: Sequence[Role | None] | None,
 ) -> tuple[ShardingRequest | NamedSharding | None, ...]:
-    """Return for each array of the arguments its request, its sharding or None; see `Trace`."""
+    """Return, for each array of the arguments, its request, its sharding or None; see `Trace`."""
     inputs: list[ShardingRequest | NamedSharding | None] = []
     for at, (tree, spec) in enumerate(zip(shapes, specs or [None] * len(shapes), strict=True)):
         if spec is None:
@@ -476,7 +480,8 @@ def check_outputs(traced: Trace, manager: Manager) -> None:
     """Check that each output resolves to one spec, whichever of the possible roles it has.
 
     Raises:
-      StrategyError: The role of an output matters, and several arguments have its annotation.
+      StrategyError: The spec of an output depends on its role, and arguments of several roles have
+        its annotation.
     """
     for requests in traced.unclear:
         specs = {str(request.role): manager.answer(request).spec for request in requests}
@@ -524,7 +529,8 @@ def walk(
     Args:
       traced: Trace of the program. It must fit the manager (`traced.fits(manager)`).
       manager: Rules and mesh.
-      renaming: Mesh axes that take the place of those in the trace (`traced.renaming(manager)`).
+      renaming: Mesh axis in the trace -> the mesh axes that replace it, from
+        `traced.renaming(manager)`.
       kinds: Memory category of each input. Defaults to `inputs` for all.
       donated: Per input, whether the program may overwrite it. By default, it may not.
     """
@@ -535,7 +541,7 @@ def walk(
     @functools.cache
     def manager_of(manual: frozenset[str]) -> Manager:
         if not is_staged or STAGES not in manual or STAGES not in sizes:
-            return manager  # not in a stage, whose rules leave Manual mesh axes out
+            return manager  # not in a stage: only the rules of stages leave out Manual mesh axes
         names = [name for each in sorted(manual) for name in renaming.get(each, (each,))]
         return manager.having(rules=functools.reduce(without_mesh_axis, names, manager.rules))
 

@@ -25,7 +25,7 @@ class ArgumentAsWeight:
 
     Attributes:
       argument: Position of the array among all arrays of the arguments.
-      cut: Number of leading dims that scans remove before it is annotated.
+      cut: Number of leading dims that scans remove before the array is annotated.
       request: The annotation, with the role param.
       source: Line of the annotation.
     """
@@ -50,10 +50,10 @@ def arguments_as_weights(jaxpr: Any) -> tuple[ArgumentAsWeight, ...]:
 def _follow(
     jaxpr: Any, inputs: Sequence[_Known], found: dict[int, ArgumentAsWeight], outer: str = ""
 ) -> list[_Known]:
-    """Add the annotations of a jaxpr.
+    """Add the annotations of a jaxpr. Return, for each result, which argument it is, or None.
 
-    Return which argument each result is, None for any other result. An equation without a line of
-    the user, as inside of `gather`, has the line of the call, `outer`.
+    An equation inside of `gather` has no line in the user's code. For such an equation, take the
+    line of the call, `outer`.
     """
     known: dict[Any, _Known] = dict(zip(jaxpr.invars, inputs, strict=True))
     for equation in jaxpr.eqns:

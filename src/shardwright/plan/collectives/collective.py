@@ -36,8 +36,8 @@ class Collective:
       partial: Whether a group has only a part of the devices along its mesh axes.
       count: Number of runs, loops included. None if a loop's trip count depends on data.
       maybe: Whether it is in a branch that may not be taken. `count` is then an upper bound.
-      gathers: Whether it is an all-reduce in which each device has its slice in an array of zeros.
-        Such an all-reduce does the work of an all-gather, and sends twice the bytes.
+      gathers: Whether it is an all-reduce of arrays that are zero except for the slice of their
+        device. Such an all-reduce does the work of an all-gather, and sends twice the bytes.
       between_slices: Whether it crosses the network between slices.
       dtype: Element type in the program, as HLO writes it (`bf16`). Several are joined by `+`.
       wire_dtype: Element type that is sent.

@@ -90,7 +90,7 @@ def bits_of(dtype: str) -> int:
 
 
 def bytes_of(dtype: str, elements: int) -> int:
-    """Return the whole bytes of elements of a type.
+    """Return the bytes of elements of a type, rounded up to a whole byte.
 
     Raises:
       ProgramError: The type is unknown.
@@ -143,8 +143,8 @@ class Computation:
     Attributes:
       name: Name, without the percent sign.
       instructions: Instructions by name, in the order of the text.
-      root: Instruction whose result is the computation's.
-      users: Instructions that read each instruction's result, by its name.
+      root: Instruction whose result is the result of the computation.
+      users: Name of an instruction -> the instructions that read its result.
     """
 
     name: str

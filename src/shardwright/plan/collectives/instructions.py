@@ -64,8 +64,8 @@ def kind_of(instruction: Instruction) -> Kind | None:
                 )
             return _BETWEEN_SLICES[match[1]]
         return Kind.PERMUTE if SEND_PAIRS.search(instruction.rest) else None
-    # Of an async collective, only `-start` counts. `-update` and `-done` are known, so they are no
-    # error.
+    # Of an async collective, only `-start` counts. `-update` and `-done` are not collectives of
+    # their own, but their opcodes are known, so they raise no error.
     kind = _OPCODES.get(instruction.opcode.removesuffix("-start"))
     if (
         kind is None
@@ -94,7 +94,8 @@ def calls_of(instruction: Instruction) -> Iterator[tuple[str, tuple[str, ...]]]:
             attributes.get("false_computation", ""),
         ]
         callees = [name.strip().lstrip("%") for name in names if name]
-        # Operand 0 of a `conditional` is its predicate or branch index, which no branch gets.
+        # Operand 0 of a `conditional` is its predicate or branch index. It is not passed to a
+        # branch.
         yield from zip(callees, ((operand,) for operand in instruction.operands[1:]), strict=True)
         return
     # In other instructions, `to_apply` is a scalar function that a reduction applies.

@@ -137,7 +137,7 @@ class _Reader:
         )
 
     def visit(self, frame: Frame, times: int | None, maybe: bool) -> Iterator[Collective]:
-        """Yield the collectives of a computation that runs `times` times, and of its callees."""
+        """Yield the collectives of a computation, which runs `times` times, and of its callees."""
         self.seen.add(frame.computation.name)
         channels: set[str] = set()  # channels of fused collectives; each channel counts once
         for instruction in frame.computation.instructions.values():
@@ -240,7 +240,8 @@ class _Reader:
         attributes = instruction.attributes()
         between = instruction.opcode == "send" and MEGASCALE.search(instruction.rest) is not None
         span = self._span_of(instruction, attributes, between)
-        # Only operand 0 is data: a send also has a token, a ragged exchange offsets and sizes.
+        # Only operand 0 is data. A send also has a token as operand, and a ragged all-to-all also
+        # has offsets and sizes.
         payload = (
             instruction.operands[:1]
             if instruction.opcode == "send" or kind is Kind.RAGGED_ALL_TO_ALL

@@ -7,8 +7,8 @@ forms:
 - by mesh axes, `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`.
 
 In the third form, `'b':(2)2` cuts axis b into two parts: a major part of size 2, then a part of
-size 2. The groups span the second part. The axes are those of a mesh of the compiler, so the groups
-are expanded to ids.
+size 2. The groups span the second part. The axes of this form belong to a mesh of the compiler, not
+to the mesh of the user, so the groups are expanded to ids.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class GroupSpan:
     Attributes:
       mesh_axes: Axes along which members of a group differ, in mesh order.
       devices: Number of devices in the largest group.
-      partial: Whether the groups have fewer members than these axes have positions.
+      partial: Whether a group has fewer devices than the mesh has along these axes.
     """
 
     mesh_axes: tuple[str, ...]
@@ -199,7 +199,7 @@ def span_of(
         mesh.
 
     >>> span_of(((0, 1), (2, 3)), {"dp": 2, "tp": 2})
-    Span(mesh_axes=('tp',), devices=2, partial=False)
+    GroupSpan(mesh_axes=('tp',), devices=2, partial=False)
     """
     shape = tuple(sizes.values())
     differs = np.zeros(len(shape), dtype=bool)

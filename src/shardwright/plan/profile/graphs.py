@@ -1,10 +1,10 @@
 """Name the kernels of CUDA graphs.
 
-XLA for GPUs runs most operations as nodes of CUDA graphs, its "command buffers". All kernels of a
-graph state one operation, such as `command_buffer_1`, and equal fusions share a kernel. So neither
-the stated operation nor the kernel says which operation ran. The number of the node does: XLA makes
-a node per operation, in the order of the schedule. The kernels of a library, such as cuBLAS for a
-matmul, are a graph inside a node. They are numbered after all nodes of XLA.
+XLA for GPUs runs most operations as nodes of CUDA graphs, its "command buffers". In a profile, all
+kernels of a graph have the operation name of the graph, such as `command_buffer_1`, and equal
+fusions share a kernel. So neither of the two names says which operation ran. The number of the node
+does: XLA makes a node per operation, in the order of the schedule. The kernels of a library, such
+as cuBLAS for a matmul, are a graph inside a node. They are numbered after all nodes of XLA.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUMBER: Final = re.compile(r"(_(\d+|clone|remat\d*))+$")
 
 
 def named_kernels(operations: Sequence[TimedOp], module: Module) -> list[TimedOp]:
-    """Return the operations of a device, where each kernel of a CUDA graph has its operation.
+    """Return the operations of a device. Each kernel of a CUDA graph gets its operation's name.
 
     A kernel whose operation is not found keeps the name of the graph.
     """
@@ -97,10 +97,11 @@ def _aligned(kinds: Sequence[str], part: Sequence[Instruction]) -> dict[int, Ins
 
 
 def _shared(calls: Sequence[Instruction], kernels: Sequence[TimedOp]) -> Iterator[tuple[int, str]]:
-    """Yield the call that launched each kernel, for consecutive calls of libraries."""
+    """Yield (node of a kernel, name of the call that launched it), for consecutive calls."""
     if not calls:
         return
-    # A matmul has one kernel, after one that sets memory to 0. Attention may have several.
+    # A matmul runs one kernel, maybe after a kernel that sets memory to 0. Attention may run
+    # several kernels.
     count = sum(not _sets_memory(each) for each in kernels)
     several = next((at for at, each in enumerate(calls) if "__cublas" not in each.rest), -1)
     shares = [1] * len(calls)

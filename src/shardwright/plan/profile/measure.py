@@ -48,9 +48,9 @@ class _DeviceTime:
 
     Attributes:
       operations: All operations of the program on the device.
-      computed: The part of them that computes.
-      busy: Union of their times.
-      spans: Operation of a collective -> when it was in flight.
+      computed: Those of `operations` that compute.
+      busy: Union of the times of `computed`.
+      spans: Operation of a collective -> the times at which this collective was in flight.
     """
 
     operations: list[TimedOp]
@@ -61,7 +61,8 @@ class _DeviceTime:
     @classmethod
     def make(cls, operations: list[TimedOp], ops: ProgramOps) -> _DeviceTime:
         sending = ops.sends.keys() | ops.ends.keys()
-        # A conversion or copy that is only in the profile counts as computing.
+        # An operation that only the profile has, such as a conversion or a copy, counts as
+        # computing.
         computed = [each for each in operations if each.op not in sending | ops.waits]
         return cls(
             operations=operations,
@@ -76,7 +77,7 @@ class _DeviceTime:
         return max(each.end for each in self.operations) - self.operations[0].start
 
     def exposed(self, names: Iterable[str]) -> float:
-        """Return the time in which the named collectives ran, and the device computed nothing."""
+        """Return the time in which a named collective ran while the device computed nothing."""
         spans = itertools.chain.from_iterable(self.spans.get(name, ()) for name in names)
         return total(outside(spans, self.busy))
 
@@ -114,8 +115,8 @@ def _spans(operations: Sequence[TimedOp], ops: ProgramOps) -> dict[str, list[Int
     for name, begun in starts.items():
         spans[name], at = [], 0
         for each in begun:
-            # A profile may begin between a start and its end. The next start may come before the
-            # end, if XLA pipelines a loop: ends then have the order of their starts.
+            # A profile may begin between a start and its end. If XLA pipelines a loop, the next
+            # start may come before the end: the ends then come in the order of the starts.
             at = bisect.bisect_left(ends[name], each.start, at)
             spans[name].append((each.start, max([each.end, *ends[name][at : at + 1]])))
             at += 1
@@ -129,7 +130,7 @@ def profile_trace(
     mesh: Mesh | AbstractMesh | Mapping[str, int],
     program: str | None = None,
 ) -> Profile:
-    """Return a profile beside a plan, as `PartitionManager.profile` says."""
+    """Return a profile beside a plan. See `PartitionManager.profile`."""
     recording = read_recording(trace)
     name = _choose(recording, program)
     timeline = recording.timelines[name]
@@ -367,10 +368,10 @@ def _axes(
 def _groups(
     collectives: Sequence[MeasuredCollective], events: Sequence[Event]
 ) -> list[tuple[tuple[str, ...], set[tuple[str, ...]]]]:
-    """Return mesh axes, each with the semantic axes that are counted together.
+    """Return groups of semantic axes whose traffic is counted together, with their mesh axes.
 
-    If two events have one line and one size, it is unknown which of them a collective carries out.
-    So their axes share a group.
+    If two events have the same line and size, it is unknown which of them a collective carries out.
+    So the semantic axes of both are in one group.
     """
     groups: list[tuple[tuple[str, ...], set[tuple[str, ...]]]] = []
     for mesh_axes, axes in [

@@ -52,7 +52,7 @@ class Recording:
 
     Attributes:
       programs: Name of each program -> the program, as a serialized `HloModuleProto`. If several
-        programs have one name, each name has the id of the program: `jit_step(12)`.
+        programs have the same name, their ids are added to it: `jit_step(12)`.
       platforms: Name of each program that ran -> `cpu`, `gpu` or `tpu`.
       timelines: Name of each program that ran -> when its operations ran.
     """
@@ -92,7 +92,8 @@ def read_recording(trace: str | Path) -> Recording:
         seen = {key for _, _, _, key, _ in timed_ops}
         own = [each for each in own if repeated[each[0]] == 1 or each[1] in seen]
         repeated = Counter(name for name, _, _ in own)
-        # Hosts may give a program different ids, so a name has the id only if names are equal.
+        # Two hosts may give one program different ids, so add ids only to names that several
+        # programs of a host have.
         names = {key: name if repeated[name] == 1 else f"{name}({key})" for name, key, _ in own}
         programs.update({names[key]: program for _, key, program in own})
         lone = {name: name for name, count in repeated.items() if count == 1}
@@ -166,7 +167,7 @@ def _stated(platform: str, lines: Any, device: str = "") -> Iterator[_Found]:
 
 
 def _tpu(plane: Any) -> Iterator[_Found]:
-    """Yield the operations of a TPU. One line has the runs of programs, another has their ops."""
+    """Yield the operations of a TPU. One line has the runs of programs, another the operations."""
     lines = {line.name: line for line in plane.lines}
     if not {"XLA Modules", "XLA Ops"} <= lines.keys():
         return

@@ -15,9 +15,9 @@ from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 
 
 def layout_on(report: PlanReport, platform: str) -> Layout | None:
-    """Return the layout of a plan if it is for a platform. Rates differ between platforms.
+    """Return the layout of a plan if its slice is of a platform, else None.
 
-    A program may be profiled on CPUs, and planned for TPUs.
+    A program may be profiled on CPUs and planned for TPUs, and their rates differ.
     """
     layout = report.layout
     return layout if layout and layout.topology.platform == platform else None
@@ -56,13 +56,14 @@ class MeasuredAxis:
     """The traffic that semantic axes cause over some mesh axes, in one run on one device.
 
     Attributes:
-      axes: The semantic axes. Several entries are alternatives: their lines and sizes are equal.
-        Empty if the plan does not have these collectives.
+      axes: The semantic axes. If there are several entries, the plan has collectives with the same
+        line and size for each entry, and the profile cannot tell them apart. Empty if the plan does
+        not have these collectives.
       mesh_axes: The mesh axes.
       planned: Bytes that the plan sends.
       sent: Bytes that the program sends.
       seconds: Time of its collectives, as the mean over the devices.
-      exposed: Time in which at least one of these collectives ran, and the device computed nothing.
+      exposed: Time in which one of these collectives ran while the device computed nothing.
       rate: Bytes per second, on the device that waits least. None if nothing ran.
       peak: Lowest and highest bytes per second of the slice, or None if no slice was planned.
     """
@@ -108,11 +109,11 @@ class Profile:
       runs: How often the program ran.
       seconds: Time of all runs and of the gaps between them, divided by the number of runs.
       compute: Time in which an operation computes.
-      exposed: Time in which a collective runs, and no operation computes.
+      exposed: Time in which a collective runs while no operation computes.
       matmuls: Time of operations with matmuls.
       collectives: Collectives, most time first.
       axes: Time of the collectives by semantic axis, most time first.
-      lines: Compute by line of the model, most time first.
+      lines: Time of computing by line of the model, most time first.
       traffic: Bytes by mesh axes, as planned and as compiled, with reasons.
       others: Other programs in the profile -> time of their operations on one device, in all runs.
     """

@@ -167,7 +167,8 @@ def closed_form(
     for each in inner:
         if each.role is Role.ACTIVATION:
             continue
-        # A gathered weight or its gradient: sent over axes that only one of PARAM and USE has.
+        # This is a gathered weight, or its gradient. It is sent over the mesh axes that only one of
+        # its specs (PARAM, USE) has.
         request = each.annotation.request
         other = Role.PARAM if each.role is Role.USE else Role.USE
         spec = manager.answer(request.of(other, tuple(request.shape or ()))).spec

@@ -176,8 +176,9 @@ class SearchReport:
     def front(self) -> tuple[Candidate, ...]:
         """The candidates that no other candidate beats. Those that fit come first, by time.
 
-        A candidate is beaten if another candidate takes no more time in any mode and no more
-        memory. A candidate that fits is beaten only by a candidate that fits too.
+        A candidate is beaten if another candidate takes no more time in any mode, needs no more
+        memory, and sends no more bytes between slices. A candidate that fits is beaten only by a
+        candidate that fits too.
         """
         front: list[tuple[Candidate, tuple[float, ...]]] = []
         for candidate in self.candidates:
@@ -193,8 +194,9 @@ class SearchReport:
 
     @property
     def undecided(self) -> int:
-        """Number of candidates of the front that may be the fastest. The lower end of their time is
-        below the upper end of the time of the first candidate.
+        """Number of candidates of the front that may be the fastest.
+
+        The lower end of their time is below the upper end of the time of the first candidate.
         """
         return sum(each.min_seconds < self.front[0].seconds for each in self.front)
 

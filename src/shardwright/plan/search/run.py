@@ -2,10 +2,10 @@
 
 Every candidate is resolved, and its state is counted. A walk over the trace of a candidate then
 plans this candidate. In a small space, all candidates are walked. In a large space, three quarters
-of the walks are for the candidates that are fastest by a closed form, and the others for those with
-the smallest state. A trace takes the most time, and most meshes need a trace of their own. So,
-where the program allows it, one trace on a single device is used to rank all candidates. Only
-candidates that are walked get a trace of their own. Nothing is compiled.
+of the walks are for the candidates that are fastest by a closed form. The last quarter is for the
+candidates with the smallest state. A trace takes the most time, and most meshes need a trace of
+their own. So, where the program allows it, one trace on a single device is used to rank all
+candidates. Only candidates that are walked get a trace of their own. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -215,13 +215,14 @@ class SearchProgress:
 
 
 # Key of a candidate's program: the sizes of the mesh and, for each mode, the number of a trace, the
-# specs that shape it and the mesh axes of each annotation. A key by the candidate's own trace is
-# exact. A trace on one device may lack annotations, such as those of an exchange between experts.
+# specs that shape it and the mesh axes of each annotation. A key from the candidate's own trace is
+# exact. A key from the trace on one device may not be: this trace may lack annotations, such as
+# those of an exchange between experts.
 _ProgramKey = tuple[Any, ...]
 
 
 class _Shared(NamedTuple):
-    """A trace that fits a candidate: its number, its annotations, and how its axes are renamed."""
+    """A trace that fits a candidate, with its number, annotations and renamed mesh axes."""
 
     number: int
     trace: Trace
@@ -261,8 +262,8 @@ class _Search:
       topology: The slice.
       keep_large: Whether candidates that do not fit are kept.
       progress: Called for each candidate.
-      traces: Traces with their annotations, by mode.
-      single: Trace on one device with its annotations, by mode, of programs for `any_mesh`.
+      traces: Mode -> its traces, each with its annotations.
+      single: Mode -> the trace on one device with its annotations, for programs with `any_mesh`.
       shared: Modes whose single trace fits every candidate.
       walks: Key of a walked program -> its plans by mode. Candidates that differ only in the order
         of axes share them.
@@ -272,7 +273,7 @@ class _Search:
       examples: Reason -> a candidate that was dropped for it, with its error.
       refused: Candidates that JAX refuses, and why.
       first_error: Error of the first candidate that failed.
-      smallest: Bytes that the smallest candidate needs, of those that do not fit.
+      smallest: Of the candidates that do not fit, the fewest bytes that one of them needs.
       stopped: Whether `progress` has ended the search.
     """
 
@@ -430,7 +431,7 @@ class _Search:
         )
 
     def _held(self, manager: PartitionManager, mode: str) -> int:
-        """Return the bytes of the arguments on one device, as any trace of the mode gives them."""
+        """Return the bytes of the arguments on one device. Every trace of the mode gives these."""
         program = self.programs[mode]
         if program.any_mesh and mode not in self.single and not is_typed(manager):
             one = manager.having(mesh=abstract_mesh(dict.fromkeys(manager.mesh.axis_names, 1)))
@@ -445,8 +446,9 @@ class _Search:
     def _judged_by(self, manager: PartitionManager, mode: str) -> _Shared:
         """Return the trace by whose annotations a candidate is ranked.
 
-        This is the trace on one device. If there is none, if the mesh has Explicit axes, or if the
-        layers run in stages, whose arrays pp does not shard, it is a trace that fits the candidate.
+        This is the trace on one device. In three cases, it is a trace that fits the candidate:
+        there is no trace on one device, the mesh has Explicit axes, or the layers run in stages,
+        whose arrays pp does not shard.
         """
         settings = manager.rules.pipeline
         stages = manager.sizes.get(STAGES, 1) if settings is not None and settings.runs else 1
@@ -497,7 +499,8 @@ class _Search:
                 sizes[name] = 1
         merged = manager.having(mesh=abstract_mesh(sizes))
         pairs = zip((merged.answer(request).spec for request in asked), specs, strict=True)
-        # On the merged mesh, a dim with only some of the merged axes has another number of shards.
+        # If a dim is sharded over only some of the merged axes, it has another number of shards on
+        # the merged mesh. The trace then does not fit this manager.
         fits = find_renaming(pairs, sizes, manager.mesh.shape) is not None
         return merged if fits and sizes != manager.mesh.shape else None
 
@@ -523,7 +526,7 @@ class _Search:
         ranked = _ranked(groups, most)
         best = set(ranked[:most])
         # Keep the order of the space: a trace of a mesh with few large axes also fits meshes in
-        # which several small axes take their place, but not the other way round (`find_renaming`).
+        # which several small axes replace a large one. The reverse is not true (`find_renaming`).
         chosen, others = deque(each for each in groups if each in best), deque(ranked[most:])
         of, done = sum(len(groups[specs]) for specs in chosen), 0
         candidates = []
@@ -544,8 +547,8 @@ class _Search:
                 else:
                     candidates += [] if candidate is None else [candidate]
                 self._report("planned", done, of)
-            # Only the candidate's own trace shows that the candidate fails. The next candidate
-            # takes its place.
+            # Only the candidate's own trace shows that the candidate fails. Then the next group is
+            # walked in place of this one.
             if failed == len(group) and others:
                 chosen.append(others.popleft())
                 of += len(groups[chosen[-1]])

@@ -45,7 +45,7 @@ def parse_setting(text: str) -> tuple[str, str]:
 def parse_alternatives(text: str) -> tuple[str, tuple[str | None, ...]]:
     """Return key and alternatives of text such as `head = tp, -`.
 
-    A key without alternatives means the strategy's own setting, and `-`.
+    A key without alternatives has two: the strategy's own setting, and `-`.
 
     Raises:
       StrategyError: The text has no key or an empty alternative, or a strategy has no such key.
@@ -78,7 +78,7 @@ def read_pins(texts: Iterable[str]) -> dict[str, str]:
 def read_vary(
     alternatives: Iterable[tuple[str, Sequence[str | None]]],
 ) -> dict[str, tuple[str | None, ...]]:
-    """Return the alternatives of each key, the keys in one spelling.
+    """Return the alternatives of each key. Spellings of one key give the same key.
 
     Raises:
       StrategyError: Two entries name one key, an entry varies the mesh, or a strategy has no such
@@ -179,7 +179,10 @@ def check_overrides(
 
 
 def _own_rule(strategy: Strategy, mode: str, inner: str, axis: str) -> tuple[str, str] | None:
-    """Return the table and the rule of a mode for an axis, or None. Insert inherits from decode."""
+    """Return the table and the rule of a mode for an axis, or None.
+
+    The mode insert inherits the rules of the mode decode.
+    """
     names = ("insert", "decode") if mode == MODE_INSERT else (mode_name(mode),)
     for name in names:
         table: Any = strategy.modes.get(name)  # type: ignore[call-overload]

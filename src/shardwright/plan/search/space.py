@@ -99,7 +99,7 @@ class Space:
             name: list(self._meshes(name, strategy)) for name, strategy in self.strategies.items()
         }
         own = {name: _that_apply(each, chosen) for name, each in self.strategies.items()}
-        # The product is counted before it is built: it may have millions of points.
+        # Count the candidates before they are built: there may be millions.
         count = sum(len(each) * len(own[name]) for name, each in meshes.items())
         if not count:
             raise StrategyError(
@@ -132,8 +132,8 @@ class Space:
     def check_settings(self) -> None:
         """Check the pins in each strategy, and that each alternative fits at least one strategy.
 
-        Otherwise the same error would drop each candidate. An alternative may need alternatives of
-        other keys of its table: only a circular pipeline has repeats.
+        Otherwise the same error would drop each candidate. An alternative may be valid only beside
+        alternatives of other keys of its table: `repeats`, for example, needs a circular pipeline.
 
         Raises:
           ShardingError: A pin does not fit a strategy, or an alternative fits none.

@@ -1,7 +1,7 @@
 """Find the mesh axes that a strategy gives to no tensor of a program.
 
-Without experts, `ep` would only repeat the work of other devices. So a search leaves such meshes
-out, unless the caller names their axes.
+In a program without experts, devices along `ep` would only repeat the work of others. So a search
+leaves out meshes in which such an axis has a size above 1, unless the caller names the axis.
 """
 
 from __future__ import annotations

@@ -313,7 +313,8 @@ def _compile(
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         (folder / "program.bin").write_bytes(program)
-        # The output goes to a file: a worker that writes much would block on a pipe nobody reads.
+        # The output goes to a file: a worker that writes much would block on a pipe that nobody
+        # reads.
         with (folder / "messages").open("w+", encoding="utf-8", errors="replace") as messages:
             code = _run_worker(folder, messages, target, timeout)
             messages.seek(0)

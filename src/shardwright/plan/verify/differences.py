@@ -127,7 +127,7 @@ def _sent(
     reasons = [*_known_reasons(row, events, collectives)]
     scattered = planned[Kind.REDUCE_SCATTER] - compiled[Kind.REDUCE_SCATTER]
     summed = compiled[Kind.ALL_REDUCE] - planned[Kind.ALL_REDUCE]
-    # CPUs have no reduce-scatter. Compilers for TPUs sum small arrays whole, too.
+    # The compiler for CPUs has no reduce-scatter. Compilers for TPUs all-reduce small arrays, too.
     if scattered > 0 and (summed >= 2 * scattered or (cpu and not compiled[Kind.REDUCE_SCATTER])):
         # An all-reduce sends twice the bytes of a reduce-scatter, so it adds as many bytes as the
         # missing reduce-scatter was planned to send.
@@ -155,7 +155,7 @@ def _wire(collective: Collective) -> int:
 def _known_reasons(
     row: Sent, events: Sequence[Event], collectives: Sequence[Collective]
 ) -> Iterator[DifferenceCause]:
-    """Yield the reasons whose bytes follow from the collectives."""
+    """Yield the reasons whose numbers of bytes can be computed from the collectives."""
     if gathers := [each for each in collectives if each.gathers and each.kind is Kind.ALL_REDUCE]:
         yield _reason(
             "all-reduces that sum slices into zeros: gathers that send twice the bytes",
@@ -250,7 +250,7 @@ def _line(collective: Collective) -> str:
 def _last_reasons(
     row: Sent, events: Sequence[Event], collectives: Sequence[Collective], cpu: bool
 ) -> Iterator[DifferenceCause]:
-    """Yield a reason for all bytes that are not explained yet, if the program has its pattern."""
+    """Yield a reason for all bytes that are not explained yet, if one fits the program."""
     unexplained = row.unexplained
     if unexplained <= _EQUAL * max(sum(row.planned.values()), 1):
         return

@@ -58,7 +58,7 @@ def export_program(
       program: The program to export.
       traced: Its trace, which has the annotations of the arguments and results.
       platform: `tpu`, `gpu` or `cpu`.
-      chip: Name of the chip that kernels are made for. Required if the program calls one.
+      chip: Name of the chip that kernels are made for. Required if the program calls a kernel.
 
     Raises:
       ShardingError: An annotation does not resolve.
@@ -141,8 +141,9 @@ def export_program(
 _LOCATION = re.compile(
     r'^#loc.*$| ?loc\((?:#loc\d*|unknown|"[^"]*"(?:\(#loc\d*\))?)\)', re.MULTILINE
 )
-# Kernels and orders of dims in memory are custom calls. Export refuses them because another version
-# of JAX may not read them. Here, both processes have the same version.
+# Kernels, and constraints on the order of dims in memory, are custom calls. `jax.export` refuses
+# custom calls, because another version of JAX may not read them. Here, both processes have the same
+# version.
 _CALLS = [
     jax.export.DisabledSafetyCheck.custom_call(name)
     for name in (

@@ -106,7 +106,7 @@ def lower_program(
     topology: Topology | None = None,
     platform: Platform | None = None,
 ) -> ProgramSide:
-    """Trace and export a program under a manager. Nothing of the model is needed afterwards.
+    """Trace and export a program under a manager. `prove` then needs no code of the model.
 
     Raises:
       ShardingError: An annotation does not resolve.
@@ -173,8 +173,8 @@ def prove(
             right=_differing(found.right, compiled[1]),
             what=found.what,
         )
-    # Without collectives, programs sharded over other axes of the same size may have equal text. So
-    # compare the shardings.
+    # If two programs have no collectives, and their arrays are sharded over different mesh axes of
+    # the same size, their texts may be equal. So compare the shardings too.
     places = zip(compiled[0].placed, compiled[1].placed, strict=True)
     for name, (ours, theirs) in zip(("arguments", "results"), places, strict=True):
         if ours != theirs:

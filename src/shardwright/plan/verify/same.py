@@ -2,8 +2,8 @@
 
 Each instruction gets a digest of its opcode, its type, its attributes and the digests of what it
 reads. So two programs are the same if their digests are the same, whatever the order of independent
-instructions is. Take the first instruction in the text whose digest the other program does not
-have. All that it reads is in both programs, so the difference begins there.
+instructions is. If they differ, the difference begins at the first instruction in the text whose
+digest the other program does not have: all that this instruction reads is in both programs.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _placed(arrays: Sequence[jax.ShapeDtypeStruct]) -> str:
 
 
 def _hashed(text: str) -> str:
-    """Return the text of a program with a hash for the values of each large constant."""
+    """Return the text of a program with hashes in place of the values of large constants."""
 
     def short(match: re.Match[str]) -> str:
         digest = hashlib.sha256(match[1].encode()).hexdigest()
