@@ -103,8 +103,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         for value, aval, later in zip(values, step.results, step.wanted, strict=True)
     ]
     if step.name == "dynamic_update_slice" and step.values[0].free and births[0] is not None:
-        # XLA may pad the gradient of a slice in the kernel that adds this gradient. So the padded
-        # gradient may take no memory.
+        # XLA may pad a slice's gradient in the kernel that adds it. Then it takes no memory.
         births[0].min_bytes = 0
     if step.name == "dot_general":
         single = with_one_row(step.equation, [{0}, {1}])
