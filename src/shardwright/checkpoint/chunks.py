@@ -147,8 +147,8 @@ class StoredArray:
             (min(low for low, _ in sides), max(high for _, high in sides))
             for sides in zip(*bounds, strict=True)
         )
-        # Boxes of a sharding are equal or disjoint, so if they fill the hull, their sizes add up to
-        # its size.
+        # The hull is the smallest box around all boxes. Boxes of a sharding are equal or disjoint,
+        # so they fill the hull if their sizes add up to its size.
         if sum(map(_size, set(bounds))) == _size(hull):
             whole = self._read(hull)
             return [whole[_inside(each, hull)] for each in bounds]

@@ -53,7 +53,7 @@ def check_outside_of_trace(what: str, error: type[ShardingError]) -> None:
 def directory(path: str | os.PathLike[str], error: type[ShardingError], name: str = "path") -> str:
     """Return the absolute path of a directory as text.
 
-    The address of a bucket is returned unchanged.
+    An address with `://`, such as that of a bucket, is returned unchanged.
 
     Raises:
       ShardingError: The value is not a path, or there is a file at this path.
@@ -73,7 +73,7 @@ def directory(path: str | os.PathLike[str], error: type[ShardingError], name: st
 
 @contextlib.contextmanager
 def staged(path: str) -> Iterator[str]:
-    """Yield the path of a directory to create, and rename it to `path` at the end.
+    """Yield the path of a directory to create, and rename that directory to `path` at the end.
 
     The yielded path is beside `path`, so that both are on one disk. It is new in each call, because
     an earlier call that failed may still be writing to its own path.
@@ -95,7 +95,7 @@ def staged(path: str) -> Iterator[str]:
 
 
 def _remove(folder: str) -> None:
-    """Remove the folder of a failed write, until it stays removed for a second.
+    """Remove the folder of a failed write again and again, until it stays removed for a second.
 
     Threads of the write may still add files to it. TensorStore then creates the folder again, and
     does not tell when its threads have ended.
@@ -110,7 +110,7 @@ def _remove(folder: str) -> None:
 
 
 def fix_of_write(error: Exception, takes: str) -> str | None:
-    """Return what to do about a failed write. None if the operating system did not refuse it.
+    """Return the fix of a failed write. None if the operating system did not refuse the write.
 
     Args:
       error: Error of Python, or of TensorStore.

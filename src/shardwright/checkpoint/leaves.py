@@ -262,7 +262,7 @@ class TargetLeaf:
         return (*shape, *bits.shape), str(bits.dtype)
 
     def restored(self, value: Any) -> Any:
-        """Return the leaf from what orbax has read, which is None if it reads nothing."""
+        """Return the restored leaf. `value` is what orbax has read, or None for nothing."""
         if self.saved.kind is LeafKind.NUMBER:
             number = self.saved.number()
             return type(self.target)(number) if isinstance(self.target, enum.Enum) else number
@@ -370,7 +370,7 @@ def _misfit(leaf: SavedLeaf, target: Any, *, recut: bool) -> tuple[str, str] | N
 
 
 def _scalar_type(leaf: SavedLeaf) -> str:
-    """Return the name of the Python type that holds a saved scalar array, or empty."""
+    """Return the name of the Python type for a saved scalar array; empty if it is not a scalar."""
     if leaf.kind is not LeafKind.ARRAY or leaf.shape:
         return ""
     dtype = _dtype(leaf.dtype)
@@ -426,7 +426,7 @@ def _has_same_layers(saved: tuple[int, ...], target: tuple[int, ...]) -> bool:
 def _as_saved(
     sharding: NamedSharding, target: tuple[int, ...], saved: tuple[int, ...]
 ) -> NamedSharding:
-    """Return the sharding for reading a stack whose repeats differ in the file."""
+    """Return the sharding for reading a stack that was saved with other repeats."""
     entries = [*sharding.spec, *[None] * (len(target) - len(sharding.spec))]
     # The saved array, the target or both have the leading dims [repeats, layers / repeats].
     depths = [

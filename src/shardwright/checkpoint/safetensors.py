@@ -67,8 +67,9 @@ def export_safetensors(
       most: Largest number of bytes of a file, as an integer or as text. A larger tensor gets its
         own file.
       metadata: Text for the header of each file, such as `{"format": "pt"}`.
-      shapes: Shapes without padding, by the names of padded tensors: only these elements are
-        written. `hf.read(folder, pad_vocab=128).unpadded` has the shapes for a vocabulary.
+      shapes: The shape of each padded tensor without its padding, by the name of the tensor. The
+        padding is not written. `hf.read(folder, pad_vocab=128).unpadded` has the shapes for a
+        vocabulary.
 
     Returns:
       The file of each tensor, by name.
@@ -195,7 +196,7 @@ def _cut(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> d
         else:
             cut[name] = _Cut(value=tensors[name], shape=tuple(shape))
             continue
-        fix = "pass the unpadded of the hf.read that loaded these parameters"
+        fix = "pass the `unpadded` of the hf.read(...) that loaded these parameters"
         problems.append(Problem(error=CheckpointError, what=what, path=name, fix=fix))
     raise_problems(problems)
     return cut
@@ -248,7 +249,7 @@ def _write(file: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) 
 
 
 def _reserve(stream: BinaryIO, size: int) -> None:
-    """Take the space of a file's tensors on the disk.
+    """Reserve disk space for the tensors of a file.
 
     The file is mapped, so if the disk were full later, a write would end the process by SIGBUS.
     """

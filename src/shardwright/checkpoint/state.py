@@ -191,7 +191,7 @@ def restore(
     """Return the state of a checkpoint. Each process reads the shards of its own devices.
 
     In addition to the restored arrays, reading takes at most 192 MiB of host memory. Arrays above
-    32 MiB are read in pieces, if their sharding is a `NamedSharding` of device memory. Other arrays
+    32 MiB are read in pieces, if their sharding is a `NamedSharding` in device memory. Other arrays
     are read shard by shard. This takes the memory of two of the largest shards, if that is more
     than 192 MiB.
 
@@ -245,7 +245,7 @@ def restore(
 def steps(folder: str | os.PathLike[str]) -> tuple[int, ...]:
     """Return the numbers of the complete checkpoints of a folder, in order.
 
-    If there is no such folder, there are none.
+    If there is no such folder, the result is empty.
 
     Raises:
       CheckpointError: orbax is not installed.
@@ -257,7 +257,8 @@ def steps(folder: str | os.PathLike[str]) -> tuple[int, ...]:
 
 
 def _manager(orbax: Any, path: str, *, keep: int | None = None, writes: bool = False) -> Any:
-    # A reader must not remove temporary directories, because they may be of a running save.
+    # A reader must not remove temporary directories, because a running save may still write to
+    # them.
     options = orbax.CheckpointManagerOptions(
         max_to_keep=keep,
         cleanup_tmp_directories=writes,

@@ -40,7 +40,8 @@ class Weighted:
     """A sum of losses and the sum of their weights. The loss is `total / weight`.
 
     Microbatches and devices may have different weights, such as numbers of tokens. So totals and
-    weights are summed, and divided once at the end. Means are not averaged.
+    weights are summed separately. At the end, the sum of the totals is divided by the sum of the
+    weights. Means are not averaged.
 
     Attributes:
       total: Sum of the losses, a scalar.
@@ -60,11 +61,11 @@ class Accumulated:
       value: The loss: sum of the totals / sum of the weights, in float32 at least. 0 if all weights
         are 0.
       weight: Sum of the weights.
-      grads: Sum of the gradients of the totals / sum of the weights, sharded as the parameters are
-        stored, in their dtype.
-      sent: The gradient of the totals with respect to `channel`, with a leading dim of the
-        microbatches; None without a channel.
-      seen: The second result of the loss function, with a leading dim of the microbatches.
+      grads: Sum of the gradients of the totals / sum of the weights, sharded like the stored
+        parameters, in the dtype of the parameters.
+      sent: The gradient of the totals with respect to `channel`, with one entry per microbatch in
+        dim 0; None without a channel.
+      seen: The second result of the loss function, with one entry per microbatch in dim 0.
     """
 
     value: Any
@@ -85,34 +86,36 @@ def accumulate(
 ) -> Callable[..., Accumulated]:
     """Return a function of (params, batch, channel, *, key) that runs a loss on n microbatches.
 
-    Each device adds the gradients of its microbatches, in float32 at least. If a weight is
+    Each device sums the gradients of its microbatches, in float32 at least. If a weight is
     replicated over the mesh axes of BATCH, its gradients are summed over these axes once, after the
     last microbatch. If FSDP stores a weight of W bytes over F devices, the weight is gathered and
-    its gradient is scattered. Each device
+    its gradient is scattered. The bytes sent and the memory of a device depend on `gather`:
 
-    - with `gather="each"` sends about 3 n W bytes. It keeps W / F bytes of weights in memory, and a
-      sum for each of their elements. The loss gathers each weight where it uses it.
-    - with `gather="once"` sends about 2 W bytes. It keeps W bytes of weights in memory, and a sum
-      for each of their elements. All weights are gathered before the first microbatch.
+    - With "each", the device sends about 3 n W bytes. It keeps W / F bytes of weights in memory,
+      and one gradient sum for each of their elements. Each weight is gathered where the loss uses
+      it.
+    - With "once", the device sends about 2 W bytes. It keeps W bytes of weights in memory, and one
+      gradient sum for each of their elements. All weights are gathered before the first microbatch.
 
-    Mesh axes that BATCH is not sharded over, such as tp and sp, work as without accumulation: over
-    sp, the gradients of each microbatch are summed over the devices. If all mesh axes are Explicit,
-    and weights are gathered once or not stored in shards, the sum over sp is also deferred: it
-    comes once, after the last microbatch. The weights are then `reduced` in their JAX types; JAX
-    accepts such weights in matmuls and in layers. The loss then sees whole microbatches, with one
-    key for each. Microbatch i has the i-th part of the examples of each device.
+    Mesh axes that do not shard BATCH, such as tp and sp, work as they do without accumulation: the
+    gradients of each microbatch are summed over sp. If all mesh axes are Explicit, and weights are
+    gathered once or not stored in shards, the sum over sp is also deferred: it comes once, after
+    the last microbatch. The weights are then `reduced` in their JAX types. JAX accepts such weights
+    in matmuls, and the layers of this package accept them too. The loss then sees each microbatch
+    as global arrays, and gets one key per microbatch. Microbatch i consists of the i-th part of the
+    examples of each device.
 
     Args:
       loss: Function of (params, batch, channel) that returns (`Weighted(total, weight)`, seen) of
-        these examples, such as `(cross_entropy(...).weighted, None)`. It runs inside a `shard_map`
-        over the mesh axes of BATCH. With a key, it is called with `key=` too. It may not close over
-        a key, because all microbatches would then use the same key.
-      n: Number of microbatches. It divides the number of examples of a device.
+        the examples in `batch`, such as `(cross_entropy(...).weighted, None)`. It runs inside a
+        `shard_map` over the mesh axes of BATCH. If a key is given, the loss is called with `key=`
+        too. It may not close over a key, because all microbatches would then use the same key.
+      n: Number of microbatches. It must divide the number of examples of a device.
       specs: The `ArraySpec`s of the parameters.
       mean_over: "examples" if the loss returns (mean, seen), where the mean is a scalar in which
         every example has the same weight. By default, the loss returns a `Weighted`.
-      gather: When weights that FSDP shards are gathered: "each" time that the loss gathers them, or
-        "once", before the first microbatch.
+      gather: When to gather the weights that FSDP shards: "each" time that the loss gathers them,
+        or "once", before the first microbatch.
       trainable: Function that tells from the path of a parameter whether to train it, such as
         `lambda path: "lora" in path`. The other parameters are not differentiated, and their
         gradients are None. By default, all are trained.
@@ -120,15 +123,16 @@ def accumulate(
     Returns:
       Function of `params`, as stored; `batch`, a tree of arrays whose dim 0 is BATCH; `channel`, of
       `fp8.new_channel(scaling, uses=n)`, or None; and `key`, a JAX key, from which each microbatch
-      of each device gets its own. The leaves of `sent` and `seen` are maxima over all devices. They
-      are never summed. Pass them to `fp8.update`.
+      of each device gets its own key. The leaves of `sent` and `seen` are maxima over all devices,
+      not sums. With delayed scaling, pass both to `fp8.update`.
 
     Raises:
       IndivisibleError: n does not divide the examples of a device.
       LayerError: n is not a positive integer, a surrounding `shard_map` has split the batch, or
         parameters are in host memory. Or the arrays of `batch` differ in dim 0, or `channel` does
-        not have n uses. Or the loss function has other parameters, closes over a key, or does not
-        return what `mean_over` says. Or JAX refuses an operation of a weight that is `reduced`.
+        not have n uses. Or the loss function does not accept these arguments, closes over a key, or
+        does not return what `mean_over` says. Or JAX refuses an operation on a weight that is
+        `reduced`.
     """
     read_integer("n", n, error=LayerError, fix="pass the number of microbatches, such as n=4")
     words: list[Any] = [("gather", gather, one_of(("each", "once")))]
@@ -141,8 +145,8 @@ def accumulate(
         if is_shard((size,), (BATCH,)):
             raise LayerError(
                 "accumulate is called inside a shard_map that splits the batch",
-                fix="call accumulate outside: it runs a shard_map of its own over the mesh axes "
-                "of BATCH",
+                fix="call accumulate outside of that shard_map: it runs one of its own over the "
+                "mesh axes of BATCH",
             )
         if wrong := [leaf for leaf in jax.tree.leaves(channel) if np.shape(leaf)[:1] != (n,)]:
             raise LayerError(
@@ -204,7 +208,7 @@ class _AccumulationStep:
       manager: The ambient manager, or None.
       specs: The argument of `accumulate`.
       examples: Number of examples of a microbatch on a device.
-      is_mean: Whether the loss returns a mean over these examples.
+      is_mean: Whether the loss returns a mean over the examples of a microbatch on a device.
       once: Whether all weights are gathered before the first microbatch.
       trained: For each leaf of the parameters, whether it has a gradient.
       paths: Path of each leaf of the parameters.
@@ -252,18 +256,23 @@ class _AccumulationStep:
         )
 
     def _deferrable(self, manager: PartitionManager, params: Any) -> frozenset[str]:
-        """Return the mesh axes of the tokens, if LENGTH is sharded and their sums can come last."""
+        """Return the mesh axes over which gradients can be summed after the last microbatch.
+
+        These are the mesh axes of the tokens. If LENGTH is not sharded, or if the sums cannot be
+        deferred, there are none.
+        """
         # Refuse Manual axes: in a `shard_map`, JAX cannot transpose a scan over reduced weights.
         mesh = _jax.ambient_mesh() or manager.mesh
         if set(mesh.axis_types) != {AxisType.Explicit}:
             return frozenset()
-        # The length `mesh.size` divides over all mesh axes, so only the rule of QUERY_LENGTH
+        # A dim of size `mesh.size` divides over all mesh axes, so only the rule of QUERY_LENGTH
         # decides.
         found = manager.explain(QUERY_LENGTH, shape=(mesh.size,)).decisions
         length = [axis for decision in found for axis in decision.mesh_axes]
         tokens = {axis for axis in (*self.axes, *length) if manager.sizes[axis] > 1}
         stored = jax.tree.leaves(manager.shardings(params, self.specs))
-        # If the loss gathers a weight, each microbatch scatters its gradient: nothing is deferred.
+        # If the loss gathers a weight, each microbatch scatters the gradient of this weight, so no
+        # sum can be deferred.
         whole = self.once or not any(_part(each.spec, tokens).partitions for each in stored)
         return frozenset(tokens if whole and not tokens.issubset(self.axes) else ())
 
@@ -277,6 +286,7 @@ class _AccumulationStep:
         batch = _by_examples(batch, self.axes, manager)
         given, refusals = (params, batch, channel, key), []
         # JAX refuses to defer sums over the mesh axes of LENGTH if no array of the loss has LENGTH.
+        # Then defer only the sums over the mesh axes of BATCH.
         for deferred in (self.deferred, self.deferred.intersection(self.axes)):
             try:
                 return dataclasses.replace(step, deferred=deferred)._scan(*given)
@@ -336,9 +346,9 @@ class _AccumulationStep:
         rest = tuple(axis for axis in explicit if axis not in self.axes)
         f: Any = on_shard
         if rest:
-            # JAX 0.10 gathers the arguments and results of a `shard_map` over its other axes if
-            # these are Explicit. So make the axes in `rest` Auto around the `shard_map`, and
-            # Explicit inside.
+            # JAX 0.10 gathers the arguments and results of a `shard_map` over the mesh axes that
+            # are not in `axis_names`, if these are Explicit. So make the axes in `rest` Auto around
+            # the `shard_map`, and Explicit inside.
             own = jax.tree.map(lambda leaf: _part(jax.typeof(leaf).sharding.spec, rest), batch)
             kept = [_part(spec, rest) for spec in specs]
             f = jax.sharding.explicit_axes(f, axes=rest, in_sharding=(kept, own, whole, whole))
@@ -363,12 +373,13 @@ class _AccumulationStep:
     def _scan(self, params: Any, batch: Any, channel: Any, key: Any) -> tuple[Any, Any]:
         """Return the sums of a device, and (sent, seen) of each microbatch.
 
-        The sums are a `Weighted`, and one sum for each parameter that is trained.
+        The sums are a `Weighted`, and one gradient sum for each parameter that is trained.
         """
         weights, inner = params, self.manager
         if self.once and self.manager is not None:
             weights = self.manager.gather(params, self.specs, path="")
-            # Gathered weights have the specs of activations.
+            # The loss gets weights that are already gathered, so resolve parameters by the rules of
+            # activations, without FSDP.
             rules = self.manager.rules
             policy = dataclasses.replace(rules.policy, gather=(), largest_dim=None)
             used = dataclasses.replace(rules, params=rules.activations, policy=policy)
@@ -398,7 +409,7 @@ class _AccumulationStep:
         return jax.reshard(weight, PartitionSpec(*spec.partitions, reduced=reduced))
 
     def _cut(self, leaf: Any) -> Any:
-        """Return the examples as `[n, microbatch, ...]`."""
+        """Return the examples as `[n, examples of a microbatch, ...]`."""
 
         def local(leaf: Any) -> Any:
             return leaf.reshape(self.n, -1, *leaf.shape[1:])
@@ -410,7 +421,10 @@ class _AccumulationStep:
         return jax.shard_map(local, in_specs=spec, out_specs=out)(leaf)
 
     def _scatter(self, params: Any, sums: list[Any]) -> list[Any]:
-        """Return the sums, sharded as the weights are stored, if the weights were gathered."""
+        """Return the gradient sums, sharded like the stored weights.
+
+        If the weights were not gathered once, the sums have this sharding already.
+        """
         if not self.once or self.manager is None:
             return sums
         manager, trained = self.manager, self._pick(params)
@@ -429,7 +443,7 @@ class _AccumulationStep:
         return [leaf for leaf, trained in pairs if trained]
 
     def _join(self, tree: Any, values: Iterable[Any]) -> Any:
-        """Return a tree with other values for the leaves that are trained."""
+        """Return a tree in which `values` replace the leaves that are trained."""
         leaves, structure = jax.tree.flatten(tree)
         given = iter(values)
         pairs = zip(leaves, self.trained, strict=True)
@@ -462,7 +476,7 @@ class _AccumulationStep:
         return jax.tree.map(jnp.add, sums, (Weighted(total, weight), grads)), (sent, seen)
 
     def _total(self, trained: Any, weights: Any, part: Any, channel: Any, key: Any) -> Any:
-        """Return the total of one microbatch, and (its weight, what the loss has seen)."""
+        """Return (total, (weight, second result of the loss)) of one microbatch."""
         given = {} if key is None else {"key": key}
         result = self.loss(self._join(weights, trained), part, channel, **given)
         loss: Any = result[0] if isinstance(result, tuple) and len(result) == 2 else None
@@ -501,9 +515,12 @@ def _shape_text(value: Any) -> str:
 
 
 def _zeros(weight: Any) -> Any:
-    """Return zeros to add gradients to. A bfloat16 sum would lose the later microbatches."""
-    # The accumulator has the varying mesh axes of the weight, since a scan's carry cannot change
-    # its type.
+    """Return zeros, in float32 at least, to which gradients are added.
+
+    A bfloat16 sum would lose the later microbatches.
+    """
+    # `zeros_like` makes the zeros vary over the same mesh axes as the weight. The carry of a scan
+    # cannot change its type.
     zeros = jnp.zeros_like(weight, dtype=jnp.promote_types(weight.dtype, jnp.float32))
     spec = jax.typeof(weight).sharding.spec
     if not spec.reduced:
@@ -531,7 +548,7 @@ def _by_examples(batch: Any, axes: tuple[str, ...], manager: PartitionManager) -
 
 
 def _note_shards(_: object, error: BaseException | None, trace: object) -> None:
-    """Add a note to an error about shapes or sizes: the loss has shards of the weights."""
+    """Add a note to an error about shapes or sizes: the loss gets shards of the weights."""
     if error is not None and any(word in str(error).lower() for word in ("shape", "size")):
         error.add_note(
             "accumulate passes the shards of weights to the loss, as FSDP stores them.\n"
@@ -541,18 +558,18 @@ def _note_shards(_: object, error: BaseException | None, trace: object) -> None:
 
 def _refused_weight(path: str, axes: Iterable[str]) -> LayerError:
     return LayerError(
-        f"JAX refuses an operation of this weight, which is reduced over {'+'.join(sorted(axes))}: "
+        f"JAX refuses an operation on this weight, which is reduced over {'+'.join(sorted(axes))}: "
         "its gradient is summed after the last microbatch only",
         path=path,
         fix='use the weight in matmuls, such as sw.einsum("bse,e->bse", x, scale, out=...) for x '
         "* scale; "
-        'or sum in each microbatch, as fp8 needs: pass gather="each" if FSDP stores weights, else '
-        "use Auto mesh axes",
+        'or sum gradients in each microbatch (fp8 needs this): pass gather="each" if FSDP shards '
+        "the weights, else use Auto mesh axes",
     )
 
 
 def _batch_size(batch: Any) -> int:
-    """Return the size of dim 0, which all arrays of the batch have.
+    """Return the size of dim 0, which is equal for all arrays of the batch.
 
     Raises:
       LayerError: The sizes differ, an array has no dims, or the batch is empty.

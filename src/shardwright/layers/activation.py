@@ -1,4 +1,4 @@
-"""Activation functions by name, and gated activations, which are products of several."""
+"""Activation functions by name, and gated activations, which multiply several activations."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Clamp:
     """Constants of the clamped activations. The defaults are the values of gpt-oss.
 
     Attributes:
-      limit: Largest size of a clamped value.
+      limit: Upper bound of a clamped value. For "clamped_linear", `-limit` is the lower bound.
       alpha: Factor inside the sigmoid of "clamped_silu".
-      offset: Added by "clamped_linear".
+      offset: Constant that "clamped_linear" adds.
 
     Raises:
       LayerError: A constant is not a finite number.
@@ -84,10 +84,10 @@ def gated(names: Sequence[str], x: Any, *, axis: int = -2, clamp: Clamp = CLAMP)
     """Apply one activation to each slice of `x` along `axis`, and multiply the results.
 
     `gated(("silu", "linear"), x)` is SwiGLU, `("gelu", "linear")` GEGLU (Shazeer,
-    arXiv:2002.05202). One name is a plain activation.
+    arXiv:2002.05202). With one name, the result is a plain activation.
 
     Args:
-      names: One per slice.
+      names: One activation per slice.
       x: Array whose dim `axis` has as many elements as there are names.
       axis: The dim of the slices. It must not be sharded.
       clamp: Constants of the clamped activations. Defaults to `Clamp()`.

@@ -1,4 +1,4 @@
-"""The attention of a transformer layer: norm, projections, attention (with a cache), projection."""
+"""The attention of a transformer layer: norm, projections, attention, output projection."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class AttentionConfig:
       kv_heads: Heads of keys and values; they divide `heads`. Defaults to `heads`.
       head_dim: Size of a head. Defaults to `embed / heads`.
       causal: Whether a query attends only to keys up to its own position.
-      window: (left, right), how many positions before and after its own position a query attends
-        to. Defaults to all, or to the window that a cache keeps.
+      window: (left, right): a query attends to `left` positions before its own and to `right`
+        positions after it. Defaults to all positions, or to the window that a cache keeps.
       softcap: c in `c * tanh(logits / c)`. Defaults to none.
       scale: Factor of the logits. Defaults to `1 / sqrt(head_dim)`.
       rope_theta: Base of the rotary frequencies, or the frequencies of `layers.rope_frequencies`.
@@ -101,7 +101,7 @@ class AttentionConfig:
       init: Initializer of the kernels. Defaults to that of `dense.specs`.
       dtypes: Dtypes of the parameters, matmuls, result and cache.
       recipe: How the projections are computed in fp8: an `fp8.Recipe` or its name. None: not in
-        fp8. The matmuls of queries, keys and values are never in fp8.
+        fp8. The attention itself, between queries, keys and values, is never in fp8.
       lora: Low-rank adaptation of the four projections, or None.
 
     Raises:
@@ -172,9 +172,9 @@ class AttentionState:
 
     Attributes:
       cache: A KV cache, or None.
-      scaling: `fp8.uses(scaling, channel)` as an argument. In a result, the amaxes of the block's
-        inputs and kernels. With a cache, a result has the argument unchanged, so the result can be
-        passed to the next call.
+      scaling: In an argument, `fp8.uses(scaling, channel)`. In a result, the amaxes of the block's
+        inputs and kernels. With a cache, the result has the scaling of the argument unchanged, so
+        the result can be passed to the next call.
     """
 
     cache: Any = None
@@ -218,7 +218,7 @@ def init_scaling(config: AttentionConfig, *, layers: int | None = None) -> dict[
       config: Sizes and options.
       layers: Size of a leading dim, for stacked parameters. Defaults to none.
     """
-    # q, k and v share one quantized input, so there is one scaling per input.
+    # The scaling is grouped by input: q, k and v share one quantized input.
     groups = {"qkv": ("query", "key", "value"), "out": ("out",)}
     return projection.init_scaling(config.recipe, groups, layers)
 
@@ -256,11 +256,11 @@ def apply(
 ) -> tuple[jax.Array, Any]:
     """Return what the block adds to the residual `x`, and the cache after the append.
 
-    Without a cache the tokens of `x` attend to each other. With a cache they are appended at the
-    next positions of their slot, and attend to all tokens of the slot. So prefill, chunked prefill
-    and decode are the same call. With a cache, its mode is used; without a cache, the mode of the
-    ambient manager. In a compiled program, tokens that do not fit the cache add nothing to the
-    residual, and the cache keeps its length.
+    Without a cache the tokens of `x` attend to each other. With a cache, the tokens of row i of `x`
+    are appended to slot i at its next positions, and attend to all tokens of this slot. So prefill,
+    chunked prefill and decode are the same call. The mode is that of the cache; without a cache, it
+    is that of the ambient manager. In a compiled program, tokens that do not fit into the cache are
+    not appended, and the block adds 0 to their residual.
 
     With `encoded`, this is cross-attention: keys and values are projected from `encoded`, and every
     token of `x` attends to all rows of `encoded`. The norm is not applied to `encoded`.
@@ -278,18 +278,20 @@ def apply(
         Not allowed with a cache, which has its own positions.
       segment_ids: `[batch, length]`. Packed sequences do not attend to each other. Not allowed with
         a cache.
-      valid: `[batch, length]` bool, whether a row is a token. Only allowed with a cache.
+      valid: `[batch, length]` bool, True for tokens and False for padding. Only allowed with a
+        cache.
       bias: As in `dot_product_attention`. Not allowed with a cache.
       encoded: `[batch, encoded length, embed]`, such as the output of an encoder. Not allowed with
         a cache or positions.
-      encoded_segment_ids: `[batch, encoded length]`. A token of `x` attends to the rows that have
-        the id of the token. Without `segment_ids` all tokens have id 1, so 0 marks padding.
+      encoded_segment_ids: `[batch, encoded length]`. A token of `x` attends to the rows of
+        `encoded` that have the segment id of the token. Without `segment_ids`, all tokens of `x`
+        have the id 1, so 0 marks padding in `encoded`.
 
     Raises:
       RankMismatchError: `x` or `encoded` is not `[batch, length, embed]`.
-      LayerError: Arguments do not go together, or the config is not one of cross-attention. Or the
-        parameters do not match the config, or a name in `keys` is unknown.
-      AttentionError: The arguments do not fit each other.
+      LayerError: Two arguments exclude each other, or the config does not fit cross-attention. Or
+        the parameters do not match the config, or a name in `keys` is unknown.
+      AttentionError: As `dot_product_attention` raises it.
       CacheError: The tokens do not fit the cache, and the call is not traced.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
@@ -428,8 +430,8 @@ def _attend_to_cache(
         softcap=config.softcap,
         scale=config.scale,
     )
-    # A tracer has no value, and shards of other processes cannot be read. In both cases the cache
-    # drops the tokens.
+    # A tracer has no value, and shards of other processes cannot be read. In both cases, the cache
+    # drops tokens that do not fit, without an error.
     refused = result.change.refused
     if not isinstance(refused, jax.core.Tracer) and refused.is_fully_addressable:
         result.change.check(fix="create the cache with a larger capacity=, or free the slot first")
@@ -455,7 +457,7 @@ def _check_arguments(
             slots != x.shape[0],
             "state",
             f"the cache has {slots} slots, and x has a batch of {x.shape[0]}",
-            "create the cache with batch=, or pass a row of x per slot, and valid=",
+            "create the cache with this batch=, or pass one row of x per slot, and valid=",
         ),
         (
             scaling is not None and recipe is None,
@@ -467,7 +469,10 @@ def _check_arguments(
 
 
 def theta_rule(name: str, theta: Any, head_dim: int) -> tuple[object, str, str, str]:
-    """Return a check for `refuse`: a frequency rotates two elements, so few fit into a head."""
+    """Return a check for `refuse`: a head has at most `head_dim / 2` frequencies.
+
+    Each frequency rotates two elements of a head.
+    """
     count = len(theta.values) if isinstance(theta, RopeFrequencies) else 0
     what = f"{name} has {count} frequencies, and head_dim is {head_dim}"
     return 2 * count > head_dim, name, what, f"pass at most {head_dim // 2}"
@@ -478,7 +483,7 @@ def check_cross(config: AttentionConfig, path: str) -> None:
 
     Raises:
       LayerError: The config compares positions of two different sequences, by causality, window or
-        rotation. Or it has delayed scaling.
+        rotation. Or the config has delayed scaling.
     """
     options = {"causal": False, "window": None, "rope_theta": None}
     refuse(
@@ -488,14 +493,14 @@ def check_cross(config: AttentionConfig, path: str) -> None:
                 getattr(config, name) != value,
                 path,
                 f"{name}={getattr(config, name)!r} compares positions of different sequences",
-                "AttentionConfig(causal=False, rope_theta=None, ...)",
+                "pass AttentionConfig(causal=False, rope_theta=None, ...)",
             )
             for name, value in options.items()
         ),
         (
             isinstance(config.recipe, fp8.DelayedScaling),
             path,
-            "delayed scaling has one scale for q, k and v, and cross-attention has two inputs",
+            "delayed scaling has one input scale for q, k and v; cross-attention has two inputs",
             'use recipe="current"',
         ),
     )
@@ -507,7 +512,7 @@ def _check_encoded(
     """Check the arguments of cross-attention."""
     check_cross(config, "config")
     check_rows("encoded", encoded, config.embed)
-    fix = "leave it out: all tokens see all rows of encoded, which are not appended"
+    fix = "leave one of the two out: tokens see all rows of encoded, which are not appended"
     wrong = {"a cache": cache, "positions": given["positions"]}
     refuse(
         LayerError,

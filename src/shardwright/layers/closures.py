@@ -43,7 +43,8 @@ def closed_over_keys(function: Callable[..., Any]) -> list[str]:
             if part.__globals__ is home:
                 named.update(_captured(part))
         for name, value in named.items():
-            # A NumPy array of two uint32 is data, such as a size: only a JAX array can be a key.
+            # A NumPy array of two uint32 counts as data, such as a size. Only a JAX array counts as
+            # a key.
             if isinstance(value, jax.Array):
                 if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) or as_key(value) is not None:
                     found.append(name)
@@ -63,7 +64,7 @@ def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         if cell != types.CellType():  # skip a variable that is assigned later
             yield name, cell.cell_contents
     codes = [code]
-    for inner in codes:  # the loop body appends the functions that this one defines
+    for inner in codes:  # the loop body appends the functions that `inner` defines
         codes += [constant for constant in inner.co_consts if isinstance(constant, types.CodeType)]
         for instruction in dis.get_instructions(inner):
             if instruction.opname == "LOAD_GLOBAL":

@@ -1,4 +1,4 @@
-"""A matmul with a kernel. The result is sharded by its axes."""
+"""A matmul with a kernel. The axes of the result decide how it is sharded."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def dense(
       kernel: `[*inputs, *outputs]`, already gathered.
       bias: `[*outputs]`. Defaults to none.
       out: Annotation of the result, `[..., *outputs]`. Without one, the compiler decides how the
-        result is sharded over Auto mesh axes. Over Explicit mesh axes, the dims of the result stay
-        sharded as in the operands; kernel and bias are gathered over the mesh axes that shard other
-        dims of `x`.
+        result is sharded over Auto mesh axes. Over Explicit mesh axes, each dim of the result stays
+        sharded as in the operand that it comes from. Kernel and bias are gathered over the mesh
+        axes that shard another dim of `x`.
       contract: Number of dims that are contracted.
       mode: Runtime mode. Defaults to the manager's.
       dtype: Dtype of the operands and the result. Defaults to that of `x`.
@@ -135,7 +135,7 @@ def add_bias(y: Any, bias: Any) -> Any:
 
 
 def _matmul(x: Any, kernel: Any, contract: int) -> Any:
-    """Multiply without an annotation. Over Explicit mesh axes, JAX needs the spec of the result."""
+    """Multiply, with no annotation of the result. Over Explicit mesh axes, JAX needs its spec."""
     rank = x.ndim
     dims = (tuple(range(rank - contract, rank)), tuple(range(contract)))
     left, right = jax.typeof(x).sharding, jax.typeof(kernel).sharding
@@ -155,10 +155,10 @@ def _matmul(x: Any, kernel: Any, contract: int) -> Any:
 def entries_of_matmul(
     x: Sequence[Any], kernel: Sequence[Any], contract: int
 ) -> tuple[list[Any], list[Any]]:
-    """Return the specs of the gathered kernel and of the result, if they have no annotation.
+    """Return the entries of two specs: of the gathered kernel, and of the result.
 
-    Each dim of the result stays sharded as the same dim of the operand that it comes from. The
-    kernel is gathered over the mesh axes that shard other dims of `x`.
+    This is for a result without an annotation: each of its dims stays sharded as in the operand
+    that it comes from. The kernel is gathered over the mesh axes that shard another dim of `x`.
 
     Args:
       x: Entries of the spec of `x`, one per dim.
@@ -166,7 +166,8 @@ def entries_of_matmul(
       contract: Number of dims that are contracted.
     """
     rows = len(x) - contract
-    # JAX allows a mesh axis once in a spec, so an axis that shards x cannot shard an output too.
+    # JAX allows a mesh axis only once in a spec. So an axis that shards x cannot shard an output
+    # too.
     used = {axis for entry in x for axis in entry_names(entry)}
     free = [
         entry_of(tuple(axis for axis in entry_names(entry) if axis not in used))

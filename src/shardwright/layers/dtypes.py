@@ -34,8 +34,8 @@ class Dtypes:
     cache: Any = None
 
     def __post_init__(self) -> None:
-        # A cache follows compute and not output, because attention computes in the dtype of the
-        # cache.
+        # `cache` defaults to `compute` and not to `output`, because attention computes in the dtype
+        # of the cache.
         followed = {"param": "param", "compute": "param", "output": "compute", "cache": "compute"}
         for name, other in followed.items():
             given = getattr(self, name)

@@ -27,7 +27,7 @@ def specs(vocab: int, embed: int, *, init: Any = None, dtypes: Dtypes = FLOAT32)
     """Return the table, `[vocab, embed]`.
 
     Args:
-      vocab: Number of tokens.
+      vocab: Number of tokens in the vocabulary.
       embed: Size of the residual.
       init: Initializer. Defaults to a normal distribution with the variance 1 / embed.
       dtypes: `param` is the dtype of the table.
@@ -42,9 +42,10 @@ def apply(
 ) -> jax.Array:
     """Return the embeddings of tokens, sharded as (BATCH, LENGTH, EMBED).
 
-    Each shard of the vocabulary looks up its own tokens, and the results are summed. A matmul with
-    one-hot rows is not used, because it would cost as much as the output projection. A token
-    outside of `[0, vocab)`, such as padding of -1, gets zeros and has no gradient.
+    Each shard of the vocabulary looks up its own tokens, and the results are summed over the
+    shards. A matmul with one-hot rows is not used, because it would cost as much as the output
+    projection. A token outside of `[0, vocab)`, such as padding of -1, gets zeros and has no
+    gradient.
 
     Args:
       table: `[vocab, embed]`, as stored. A tied output projection uses the same leaf.
@@ -62,7 +63,7 @@ def apply(
     tokens = read_array("tokens", tokens, "[batch, length]", integers=True)
     read_value("dtypes", dtypes, DTYPES, error=LayerError)
     if tokens.dtype.itemsize < 4:
-        tokens = tokens.astype(jnp.int32)  # as uint8, a size of 256 would become 0
+        tokens = tokens.astype(jnp.int32)  # as uint8, a table size of 256 would become 0
     vocab = table.shape[0]
     table = use(table, (VOCAB, EMBED), path=path).astype(dtypes.compute)
     check_vocabulary(table, (VOCAB, EMBED), tokens, name="table", path=path)
@@ -104,11 +105,12 @@ def _on_shards(manager: PartitionManager, vocab: int, tokens: Any) -> Any:
 def _lookup(table: Any, tokens: Any, names: tuple[str, ...]) -> Any:
     """Look up tokens in one shard of the table. `names` are the mesh axes that shard VOCAB."""
     rows = table.shape[0]
-    # The shards of the vocabulary follow each other in the order of `names`, first name major.
+    # The shards of the vocabulary follow each other in the order of `names`. The first name is the
+    # major axis.
     local = tokens - jax.lax.axis_index(names) * rows if names else tokens
     is_here = (local >= 0) & (local < rows)
     # Tokens of other shards read row 0, so all indices are in bounds. The select below sets their
-    # result to 0, and so the gradient.
+    # results to 0, so their gradients are 0 too.
     found = table.at[jnp.where(is_here, local, 0)].get(mode="promise_in_bounds")
     found = jnp.where(is_here[..., None], found, jnp.zeros((), found.dtype))
     # One shard has the row of a token and the other shards add 0, so the sum is exact in every

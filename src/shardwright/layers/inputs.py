@@ -23,15 +23,15 @@ SIZE: Final = integer(fix="pass a positive integer, such as {name}=32")
 KEYS: Final = ("dropout",)  # the names that a block reads in `keys`
 _KEYS_FIX: Final = 'pass keys={"dropout": jax.random.key(0)}; leave keys out to drop nothing'
 _UNKNOWN_FIX: Final = (
-    "set its option of the config, such as bias= or lora=, or leave the parameter out"
+    "set the option of the config that adds it, such as bias= or lora=, or leave it out"
 )
 
 
 def check_params(specs: Any, params: Any, *, path: str | None, create: str) -> None:
     """Check that parameters have the names and the shapes of their specs.
 
-    Inside a `shard_map` that splits by the rules of the manager, a shard may have any shape.
-    Without a manager nothing is gathered, so the shapes must be whole.
+    Inside a `shard_map`, a parameter may have any shape if the rules of the manager say that it is
+    a shard. Without a manager nothing is gathered, so each parameter must have its whole shape.
 
     Args:
       specs: Tree of `ArraySpec`s. The nodes are dicts.
@@ -40,8 +40,8 @@ def check_params(specs: Any, params: Any, *, path: str | None, create: str) -> N
       create: Call that returns the specs, for the message, such as "moe.specs(config)".
 
     Raises:
-      LayerError: A parameter is missing, has a wrong shape, or is one that the config does not
-        describe. The error lists all of them.
+      LayerError: A parameter is missing, has a wrong shape, or is not described by the config. The
+        error lists all such parameters.
     """
     found = _problems(specs, params, (), path)
     raise_problems(
@@ -58,10 +58,10 @@ def check_params(specs: Any, params: Any, *, path: str | None, create: str) -> N
 
 
 def check_names(names: tuple[str, ...], params: Any, *, create: str) -> None:
-    """Check that a node of parameters has these names and no others.
+    """Check that a dict of parameters has these names and no others.
 
     Raises:
-      LayerError: Names are missing or unknown. The error lists all of them.
+      LayerError: Names are missing or unknown. The error lists all such names.
     """
     check_params(dict.fromkeys(names), params, path=None, create=create)
 
@@ -69,7 +69,7 @@ def check_names(names: tuple[str, ...], params: Any, *, create: str) -> None:
 def _problems(
     specs: Any, params: Any, parents: tuple[str, ...], path: str | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield each problem of a tree, and its fix; "" if the fix is to create the tree again."""
+    """Yield each problem of a tree, with its fix. "" means: create the tree again."""
     if not isinstance(params, Mapping):
         where = f"parameter {'/'.join(parents)} is" if parents else "the parameters are"
         yield (
@@ -99,7 +99,7 @@ def _problems(
 
 
 def _has_shape(value: Any, spec: Any, path: str | None) -> bool:
-    """Tell whether a parameter has the shape of its spec, or the shape of a shard of it."""
+    """Tell whether a parameter has the shape of its spec, or a `shard_map` has split it."""
     if getattr(value, "shape", None) == spec.shape:
         return True
     manager = context.current()
@@ -126,7 +126,7 @@ def read_keys(keys: Any) -> jax.Array | None:
     """Return the key of dropout, or None if nothing is dropped.
 
     Args:
-      keys: `{"dropout": key}`, or None. A key of the old kind, a uint32 array, is wrapped.
+      keys: `{"dropout": key}`, or None. A key of the old kind, a uint32 array, becomes a typed key.
 
     Raises:
       LayerError: `keys` is not a mapping, a name is unknown, or the value is not one key.
@@ -149,7 +149,7 @@ def read_keys(keys: Any) -> jax.Array | None:
 
 
 def read_key(name: str, value: Any, *, fix: str) -> jax.Array:
-    """Return one typed key. A key of the old kind, a uint32 array, is wrapped.
+    """Return one typed key. A key of the old kind, a uint32 array, becomes a typed key.
 
     Raises:
       LayerError: `value` is not one key.
@@ -168,12 +168,12 @@ def read_array(name: str, value: Any, dims: str, *, integers: bool = False) -> j
     Args:
       name: Name of the argument.
       value: The argument.
-      dims: Its dims, such as "[batch, length]".
+      dims: Dims that the argument must have, such as "[batch, length]".
       integers: Whether the array must have integers.
 
     Raises:
-      LayerError: `value` is None, a dict, or another value that is not an array. Or it must have
-        integers, but has other values.
+      LayerError: `value` is None, a dict, or another value that is not an array. Or `integers` is
+        true, and the elements are not integers.
       RankMismatchError: `value` has another number of dims.
     """
     try:
@@ -189,7 +189,7 @@ def read_array(name: str, value: Any, dims: str, *, integers: bool = False) -> j
 
 
 def as_concrete(value: Any) -> np.ndarray | None:
-    """Return an array in host memory; None if it is traced, or partly on other processes."""
+    """Return an array in host memory; None if it is traced or if parts are on other processes."""
     if isinstance(value, jax.core.Tracer):
         return None
     if isinstance(value, jax.Array) and not value.is_fully_addressable:

@@ -1,4 +1,4 @@
-"""Low-rank adaptation of a matmul: `x A B * (alpha / rank)`, added to its result."""
+"""Low-rank adaptation: `x A B * (alpha / rank)` is added to the result of a matmul of `x`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LoraConfig:
 
     Attributes:
       rank: Size of the dim between A and B.
-      alpha: The result is multiplied by `alpha / rank`. If None, the result is not multiplied.
+      alpha: `x A B` is multiplied by `alpha / rank`. If None, it is not multiplied.
 
     Raises:
       LayerError: The rank is not a positive integer, or alpha is not positive.
@@ -41,7 +41,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """The factor of the result."""
+        """The factor of `x A B`."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
 

@@ -66,7 +66,7 @@ def specs(vocab: int, embed: int, *, init: Any = None, dtypes: Dtypes = FLOAT32)
     """Return the output projection, `[embed, vocab]`. Tied models use the embedding table.
 
     Args:
-      vocab: Number of tokens.
+      vocab: Number of tokens in the vocabulary.
       embed: Size of the residual.
       init: Initializer. Defaults to a normal distribution with the variance 1 / embed.
       dtypes: `param` is the dtype of the projection.
@@ -93,15 +93,15 @@ def logits(
       head: As stored: `[embed, vocab]`, or the embedding table `[vocab, embed]`.
       tied: Whether `head` is the embedding table.
       softcap: c in `c * tanh(logits / c)`. Defaults to none.
-      vocab: Number of tokens, if the vocabulary of `head` is padded: the logits of its last rows
-        become -inf. Defaults to the size of `head`.
+      vocab: Size of the vocabulary without its padding, if that of `head` is padded. The logits of
+        the padding become -inf. By default, nothing is padding.
       dtypes: `compute` is the dtype of the operands.
       path: Path of `head` in the model, required if the strategy has `[[tensors]]` entries.
 
     Raises:
       RankMismatchError: The shapes do not fit each other.
-      LayerError: `softcap` is not positive, or `vocab` not in `head`. Or a `shard_map` around the
-        call has split EMBED, or VOCAB if it is padded.
+      LayerError: `softcap` is not positive, or `vocab` is larger than the vocabulary of `head`. Or
+        a `shard_map` around the call has split EMBED, or VOCAB if it is padded.
       ShardingError: The rules of the ambient manager do not fit the arrays.
     """
     read_value("dtypes", dtypes, DTYPES, error=LayerError)
@@ -140,16 +140,15 @@ def cross_entropy(
       x: `[batch, length, embed]`, after the last norm. Rows with NaN make gradients NaN, even where
         their labels are ignored.
       head: As stored: `[embed, vocab]`, or the embedding table `[vocab, embed]`.
-      labels: `[batch, length]` integers below vocab. Inside `jit`, labels have no values yet, so a
-        larger label is not refused: the logit of such a label counts as 0.
+      labels: `[batch, length]` integers, below the vocabulary size. Inside `jit`, labels have no
+        values yet, so a larger label is not refused: the logit of such a label counts as 0.
       tied: Whether `head` is the embedding table.
       chunks: Number of parts. It must divide the length. If the length is sharded, it must divide
-        the length of a shard. If devices have different sequences, each part sums the gradient of
-        `head` over the devices, so n parts send n times the bytes.
+        the length of a shard. If devices have different sequences, the gradient of `head` is summed
+        over the devices once per part, so n parts send n times the bytes.
       z_loss: Factor of the mean squared logsumexp (PaLM, arXiv:2204.02311, section 5).
       softcap: As in `logits`.
-      vocab: As in `logits`. The rows of `head` that are padding do not enter the loss, and get no
-        gradient.
+      vocab: As in `logits`. The padding of `head` does not enter the loss, and gets no gradient.
       ignore: Tokens with this label, or with any negative label, are ignored.
       dtypes: `compute` is the dtype of the operands. All sums are float32.
       path: As in `logits`.
@@ -233,7 +232,7 @@ def _logits(
         values = cap * jnp.tanh(values / cap)
     if vocab is None:
         return values
-    # Hide padded rows after the softcap, because its tanh would turn -inf into -c.
+    # Hide the logits of padding after the softcap, because its tanh would turn -inf into -c.
     number = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2)
     return jnp.where(number < vocab, values, -jnp.inf)
 
@@ -251,7 +250,7 @@ def _matmul_jvp(tied: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax
     run at half the speed or less, and a float32 cotangent takes twice the memory.
     """
     (x, weight), (dx, dweight) = primals, tangents
-    # Leave out the term of a frozen head, which has no tangent.
+    # A frozen head has no tangent, so leave its term out.
     terms = [
         _einsum(*pair, tied, dtype=x.dtype)
         for pair in ((dx, weight), (x, dweight))
@@ -278,8 +277,8 @@ def _sums(values: Any, labels: Any, ignore: int) -> tuple[jax.Array, jax.Array, 
     total = jax.nn.logsumexp(values, axis=-1)
     # Compare instead of indexing: an index into a sharded vocabulary would gather the logits.
     is_label = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2) == labels[..., None]
-    # Use a select and not a product with 0 and 1: the logits of padded rows are -inf, and 0 * -inf
-    # is NaN.
+    # Use a select and not a product with 0 and 1: the logits of padding are -inf, and 0 * -inf is
+    # NaN.
     chosen = jnp.sum(jnp.where(is_label, values, 0), axis=-1)
     entropy = jnp.sum(jnp.where(counts, total - chosen, 0))
     square = jnp.sum(jnp.where(counts, jnp.square(total), 0))
@@ -299,7 +298,8 @@ def _by_chunks(sums: Any, x: Any, labels: Any, weight: Any, chunks: int) -> Any:
     # Without `jax.checkpoint`, the scan would keep the logits of every chunk for the backward pass.
     @jax.checkpoint
     def step(carry: Any, at: Any) -> tuple[Any, None]:
-        # Index the chunks. As `xs` of the scan, the chunks would need dim 0, and x would be copied.
+        # Index the chunks. If they were `xs` of the scan, their dim would have to be dim 0, and x
+        # would be copied.
         part = sums(
             jax.lax.dynamic_index_in_dim(x, at, 2, keepdims=False),
             jax.lax.dynamic_index_in_dim(labels, at, 2, keepdims=False),
@@ -327,7 +327,7 @@ def _check_padding(weight: Any, tied: bool, vocab: Any) -> None:
 
 
 def _check_labels_in(labels: Any, vocab: int, ignore: int) -> None:
-    """Check labels against the vocabulary if they have values.
+    """Check labels against the vocabulary, if the labels have values.
 
     The check adds no operations to the program.
     """
@@ -341,7 +341,7 @@ def _check_labels_in(labels: Any, vocab: int, ignore: int) -> None:
         raise LayerError(
             f"the label {largest} is not in the vocabulary of {vocab} tokens",
             path="labels",
-            fix=f"pass ignore={largest} if this label marks padding, or a head of more tokens",
+            fix=f"pass ignore={largest} if this label marks padding, or a larger head",
         )
 
 

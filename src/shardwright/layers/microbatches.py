@@ -24,9 +24,10 @@ from shardwright.vocabulary.axes import BATCH
 class Microbatches:
     """How the rows of a batch are divided into microbatches.
 
-    A batch of B rows is sharded over mesh axes before pp, over pp, and over mesh axes after pp. Let
-    `a` be the number of shards over the axes before pp, `c` the number over the axes after pp, S
-    the number of stages, and m = S q the number of microbatches. The row numbers are then
+    The mesh axes of BATCH are some axes before pp, then pp, then some axes after pp. Let `a` be the
+    number of shards over the axes before pp, `c` the number over the axes after pp, S the number of
+    stages, and m = S q the number of microbatches. Each shard has k rows of each of its
+    microbatches. The numbers of the B rows are then reshaped:
 
         [B] = [a, S, c, q, k],  and microbatch s q + j has the rows [:, s, :, j, :]
 
@@ -68,8 +69,8 @@ class Microbatches:
 
     def join(self, x: Any) -> Any:
         """Undo `split`."""
-        # The last layers leave the microbatches on their stages, also if BATCH is not sharded over
-        # pp.
+        # Each result is on the stage that its microbatch came from, also if BATCH is not sharded
+        # over pp.
         x = self._place(x, [self.in_rows, (), self.before + self.after])
         a, stages, c, q, k = self._sizes()
         entries = [self.in_rows, (), self.before, self.after, ()]
@@ -118,8 +119,8 @@ def microbatches_of(manager: PartitionManager, batch: int) -> Microbatches:
       batch: Number of rows.
 
     Raises:
-      IndivisibleError: The rows do not divide over the mesh axes of BATCH or the microbatches, or
-        the microbatches over the stages.
+      IndivisibleError: The rows do not divide over the mesh axes of BATCH or into the microbatches.
+        Or the microbatches do not divide over the stages.
     """
     assert manager.rules.pipeline is not None
     count, stages = manager.rules.pipeline.microbatches, manager.sizes.get(STAGES, 1)

@@ -89,7 +89,7 @@ def specs(config: MlpConfig) -> dict[str, Any]:
     count = len(config.activations)
     tree = {
         # Put the dim of activations before the hidden dim. Then a shard of the hidden dim has its
-        # part of every activation, such as gate and up, and their product sends nothing.
+        # part of every activation, such as gate and up, and multiplying the two sends nothing.
         "up": projection.specs([embed], [(EMPTY, count), hidden], **options),
         "down": projection.specs([hidden], [embed], **options),
     }
@@ -128,7 +128,7 @@ def apply(
       x: `[batch, length, embed]`.
       keys: `{"dropout": key}`. By default nothing is dropped.
       state: With delayed scaling, `fp8.uses(scaling, channel)`; the returned state then has the
-        largest values that were seen. Otherwise the state is returned unchanged.
+        amaxes of inputs and kernels. Otherwise the state is returned unchanged.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
 
     Raises:

@@ -23,7 +23,7 @@ class MoEBlockConfig:
 
     Attributes:
       moe: The MoE layer.
-      norm: The norm before it. None: no norm.
+      norm: The norm before the MoE layer. None: no norm.
 
     Raises:
       LayerError: A field has another type.
@@ -42,7 +42,7 @@ class MoEBlockConfig:
 
 
 def specs(config: MoEBlockConfig) -> dict[str, Any]:
-    """Return the parameters of the block as `ArraySpec`s: `moe`, and `norm` if it has one."""
+    """Return the parameters of the block as `ArraySpec`s: `moe`, and maybe `norm`."""
     tree: dict[str, Any] = {"moe": moe.specs(config.moe)}
     if config.norm is not None:
         tree["norm"] = norm.specs(config.norm, config.embed, config.moe.dtypes)
@@ -68,12 +68,12 @@ def apply(
       config: The norm and the MoE layer.
       params: The tree that `specs` describes, as stored.
       x: `[batch, length, embed]`.
-      keys: Not used, because the block has no randomness. It is an argument because every block has
-        it.
+      keys: Not used, because the block has no randomness. All blocks have this argument, so that
+        they are called alike.
       state: State with the router's bias. None: no bias.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       valid: `[batch, length]` bool, False for padding. A False row goes to no expert and does not
-        count in statistics. Its y is 0. None: all are tokens.
+        count in statistics. The y of the row is 0. None: all rows are tokens.
 
     Returns:
       (y, state). The state has the same bias and this call's statistics; see `moe.apply`.

@@ -64,7 +64,7 @@ def apply(config: NormConfig, params: dict[str, Any], x: Any, *, dtype: Any = No
       dtype: Dtype of the result. Defaults to that of `x`.
 
     Raises:
-      LayerError: A parameter is missing, or the config does not describe it.
+      LayerError: A parameter is missing, or there is one that the config does not describe.
       RankMismatchError: A parameter does not fit the last dim.
     """
     names = ("scale",) if config.kind == "rms" else ("scale", "bias")
@@ -152,7 +152,7 @@ def _check(x: Any, **params: Any) -> None:
                 fix=f"pass {name} of shape {size}, one value per element of the last dim",
             )
     # The mean over a shard of EMBED is not the mean over the whole dim. If the scale does not vary
-    # over these mesh axes, the scale and the last dim of `x` are whole.
+    # over the mesh axes of EMBED, the scale and the last dim of `x` are whole.
     split = split_over(size, (EMBED,))[0]
     if not split or not _jax.tracks_varying():
         return

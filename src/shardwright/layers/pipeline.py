@@ -42,13 +42,13 @@ def pipeline(
 
     Without a manager, or if its strategy has no `[pipeline]`, this is `jax.lax.scan` over the
     layers. With `[pipeline]`, the batch is cut into m microbatches. For any size of pp, the result
-    is that of the scan, run once for each microbatch. So all that is computed from several rows
-    (dropout masks, the capacity of experts, fp8 scales) is computed from the rows of one
-    microbatch. Over pp, the devices send only the microbatches and, once per tick, the results of
-    layers.
+    is that of the scan, run separately on each microbatch. So whatever depends on several rows
+    (dropout masks, the capacity of experts, fp8 scales) depends on the rows of one microbatch only.
+    In a tick, each stage runs its layers on one microbatch. Over pp, the devices send only the
+    microbatches and, once per tick, the results of layers.
 
-    Only the input of each stage in each tick is kept for the backward pass, which computes the
-    stage again.
+    For the backward pass, each stage keeps only its input of each tick. The backward pass computes
+    the layers of the stage again.
 
     Args:
       layer: Function of (params, x, inputs) that returns (x, output), where inputs is a
@@ -62,14 +62,14 @@ def pipeline(
         all rows have equal values, an array may be `[1, ...]`. Each stage holds the whole arrays.
       streamed: Tree of larger arrays `[batch, ...]` that layers read, such as the output of an
         encoder. These arrays are sent from stage to stage together with x.
-      per_layer: Tree of arrays `[layers, ...]`. Layer i reads entry i of each. The gradient of an
-        fp8 `Channel` is the maximum over microbatches.
+      per_layer: Tree of arrays `[layers, ...]`. Layer i reads entry i of each array. The gradient
+        of an fp8 `Channel` is the maximum over microbatches.
       path: Path of `params` in the model, required for `gather = "once"` and `by_row` under a
         strategy with `[[tensors]]` entries.
       by_row: True says that a layer computes each row of x from the same row of its inputs, without
-        random numbers, and that its outputs do not depend on rows. Then each shard of a microbatch
-        adds up its own gradients of weights, and these sums are reduced over the shards once, after
-        the last tick.
+        random numbers, and that its second result does not depend on the rows. Then each shard of a
+        microbatch adds up its own gradients of weights, and these sums are reduced over the shards
+        once, after the last tick.
 
     Returns:
       (x, outputs). The outputs have leading dims `[microbatches, layers]`; without `[pipeline]`,
@@ -97,7 +97,7 @@ def pipeline(
         )
     cut = stages.cut
 
-    # JAX runs a `shard_map` over some of the mesh axes only inside of a `jit`.
+    # A `shard_map` over only a part of the mesh axes needs a `jit` around it.
     @jax.jit
     def run(params: Any, x: Any, inputs: tuple[Any, ...]) -> Any:
         keys, rows, streamed, per_layer = inputs
@@ -136,7 +136,8 @@ def read_stack(
     lead = _lead(params, specs, 1 if settings is None else settings.repeats)
     if manager is None:
         return params, lead, None
-    # Record `[pipeline]`, so that a plan of this program is not reused for another strategy.
+    # This request also records `[pipeline]`: a plan of this program is not reused for another
+    # strategy.
     stored = manager.answer(ShardingRequest((LAYERS,), lead[-1:], None, Role.PARAM))
     stored.require()
     if settings is None:
@@ -190,7 +191,7 @@ def ambient_pipeline() -> Pipeline | None:
 
 
 def _lead(params: Any, specs: Any, repeats: int) -> tuple[int, ...]:
-    """Return the leading dims, which have one index per layer.
+    """Return the leading dims of the parameters, which have one index per layer.
 
     Raises:
       LayerError: The leading dims differ between arrays, or are not those of the specs.
@@ -238,8 +239,8 @@ def check_rows(trees: dict[str, Any], batch: int, *, may_be_one: bool = False) -
                 what=f"the array has shape {np.shape(leaf)}, and a pipeline of {batch} rows needs "
                 f"[{batch}, ...]",
                 path=path_text(path),
-                fix="pass an array whose first dim counts the rows"
-                + (", or is 1 if all are equal" if may_be_one else ""),
+                fix="pass an array with one entry per row in dim 0"
+                + (", or with one entry if all rows are equal" if may_be_one else ""),
             )
             for path, leaf in jax.tree_util.tree_flatten_with_path(trees)[0]
             if np.shape(leaf)[:1] not in allowed

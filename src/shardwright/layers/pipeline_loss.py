@@ -1,8 +1,8 @@
 """The loss of a model whose layers run in a pipeline, and its gradients.
 
 Under 1f1b, a stage alternates forward and backward passes: a microbatch runs backward as soon as
-its loss is known. So gradients are computed together with the loss, and a stage keeps the inputs of
-at most 2 S - 1 microbatches, however many there are.
+its loss is known. So gradients are computed together with the loss. With S stages, a stage keeps
+the inputs of at most 2 S - 1 microbatches, however many microbatches the batch has.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ def pipeline_loss(
     """Run a stack of equal layers and a head; return (loss, outputs of the layers).
 
     The loss is the sum of `head(head_params, y, inputs)` over microbatches, plus the sum of `aux`
-    over layers and microbatches. This function works for every schedule; "1f1b" works only with it.
-    Without `[pipeline]`, the whole batch is one microbatch. For a mean over tokens, pass their
-    number in `head_inputs`, and divide by it in the head.
+    over layers and microbatches. This function works for every schedule, and "1f1b" needs it.
+    Without `[pipeline]`, the whole batch is one microbatch. For a mean over tokens, pass the number
+    of tokens in `head_inputs`, and divide by it in the head.
 
     The loss has gradients with respect to `params`, `x`, `head_params`, `streamed` and `per_layer`.
-    `rows`, `head_inputs` and the outputs are constants. Under "1f1b", gradients are computed in the
-    forward pass, and summed over microbatches in float32 at least. The layer and the head may not
-    close over an array that needs a gradient.
+    `rows`, `head_inputs` and the outputs are treated as constants. Under "1f1b", gradients are
+    computed in the forward pass, and summed over microbatches in float32 at least. The layer and
+    the head may not close over an array that needs a gradient.
 
     Args:
       layer: As in `pipeline`.
       params: As in `pipeline`.
       x: As in `pipeline`.
-      head: Function of (head_params, y, inputs) that returns a scalar. For one microbatch, y is the
-        result of the layers, and inputs is its part of `head_inputs`. Inside of a stage it runs
-        under the rules of the strategy without pp.
+      head: Function of (head_params, y, inputs) that returns a scalar. y is the result of the
+        layers for one microbatch, and inputs is the part of `head_inputs` for this microbatch.
+        Inside of a stage, the head runs under the rules of the strategy without pp.
       head_params: Tree of arrays, as stored.
       head_inputs: Tree of arrays `[batch, ...]`, such as labels, or scalars, such as a divisor.
         Under "1f1b", each stage holds the whole arrays.
@@ -112,8 +112,8 @@ def pipeline_loss(
         if not jax.tree_util.all_leaves([loss]) or np.shape(loss):
             shapes = jax.tree.map(np.shape, loss)
             raise LayerError(
-                f"the head returns one scalar, got results of the shapes {shapes}",
-                fix="return the sum of the losses of all rows alone",
+                f"the head must return one scalar, got results of the shapes {shapes}",
+                fix="return only the sum of the losses of all rows",
             )
         return loss
 
@@ -133,7 +133,7 @@ def pipeline_loss(
     else:
         run = functools.partial(_all_layers_first, stages, run_head)
 
-    # JAX runs a `shard_map` over some of the mesh axes only inside of a `jit`.
+    # A `shard_map` over only a part of the mesh axes needs a `jit` around it.
     @jax.jit
     def run_all(params: Any, x: Any, head_params: Any, inputs: Any, head_inputs: Any) -> Any:
         keys, rows, streamed, per_layer = inputs
@@ -170,7 +170,7 @@ def _one_after_another(
 def _all_layers_first(
     stages: Stages, head: Head, params: Any, inputs: LayerInputs, parts: Any, *of_head: Any
 ) -> tuple[Any, Any]:
-    """Run the layers on all microbatches, then the head on m / S microbatches per stage."""
+    """Run the layers on all microbatches, then the head on the results that each stage has."""
     y, (losses, outputs) = stages.over_stages(params, inputs, parts)
     entries = ((), (STAGES,), (STAGES,))
     head_params, head_parts = of_head
@@ -194,7 +194,7 @@ def _in_forward_rule(
 ) -> tuple[Any, Any]:
     """Compute the loss. If it is differentiated, compute the gradients in the same pass."""
     (x, streamed, rows), (head_params, head_parts) = parts, of_head
-    # Gradients have the types of what the stages read.
+    # Gradients get the types of their primals, so place `per_layer` as the stages read it.
     (per_layer,) = stages.placed((inputs.per_layer,), (stages.of_layers,))
     floats, others, join = _split((params, per_layer, (x, streamed), head_params))
     constants = (others, rows, inputs.keys, head_parts)
@@ -219,7 +219,7 @@ def _in_forward_rule(
         def scaled(gradient: Any) -> Any:
             return (gradient * factor).astype(gradient.dtype)
 
-        # A channel reports the gradients that were quantized: those before this factor.
+        # A channel reports the amaxes of gradients as they were quantized, without this factor.
         tree = map_channels(lambda channel: channel, join(gradients, [None] * len(others)), scaled)
         return jax.tree.leaves(tree), None
 
@@ -231,9 +231,9 @@ def _in_forward_rule(
 def _one_f_one_b(
     stages: Stages, head: Head, params: Any, inputs: LayerInputs, parts: Any, *of_head: Any
 ) -> tuple[Any, Any, list[Any]]:
-    """Return the loss, the outputs, and the gradients of floats.
+    """Return the loss, the outputs, and the gradients of all leaves that are floats.
 
-    The gradients are those of (params, inputs per layer, x and streamed, head_params).
+    These are the leaves of (params, inputs per layer, x and streamed, head_params), in order.
     """
     given, entries = stages.operands(params, inputs, parts)
     of_head = stages.placed(of_head, ((), (None, None)))
@@ -255,10 +255,11 @@ def _one_f_one_b(
 class _OneFOneB:
     """The ticks of one stage under 1f1b. All arrays are local over pp.
 
-    Microbatches come to stage 0 as in `Stages`. The places that become empty hold gradients. A
-    gradient moves from stage 0 to the last stage and from there down, by one stage in q = m / S
-    ticks. The gradient of microbatch s q + j starts in tick s q + j + 2 S - 2. So after the last
-    tick, the gradient has moved S - s times, and is at stage s, where its microbatch came from.
+    Microbatches come to stage 0 as in `Stages`, and gradients take the places that become empty.
+    There are m microbatches, S stages, and q = m / S places on each stage. A gradient moves from
+    stage 0 to the last stage, and from there back towards stage 0, by one stage in q ticks. The
+    gradient of microbatch s q + j starts in tick s q + j + 2 S - 2. So after the last tick, the
+    gradient has moved S - s times, and is at stage s, where its microbatch came from.
 
     Every stage runs every collective in every tick. Results that a stage does not need are dropped
     by a select, because a product with 0 would keep NaN. In a bubble, a stage runs a real
@@ -301,7 +302,8 @@ class _OneFOneB:
             (_zeros(self.weights), _zeros(self.of_head)),
             jnp.float32(0),
         )
-        # Both arrays have the index of a microbatch by [tick, stage], or -1 for none.
+        # Both arrays are indexed by [tick, stage], and hold the index of a microbatch, or -1 for
+        # none.
         ahead, behind = (
             np.array([[-1 if each is None else each for each in row] for row in numbers])
             for numbers in (
@@ -393,7 +395,7 @@ class _OneFOneB:
 
 
 def _split(tree: Any) -> tuple[list[Any], list[Any], Callable[[list[Any], list[Any]], Any]]:
-    """Return the leaves of floats, the other leaves, and a function that joins both to the tree."""
+    """Return the leaves that are floats, the other leaves, and a function that joins them."""
     structure: Any
     leaves, structure = jax.tree.flatten(tree)
     is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]

@@ -1,7 +1,7 @@
 """Shard activations and gather weights under the ambient manager; without a manager, do nothing.
 
 `sw.shard` and `sw.gather` raise an error without a manager. These functions do not, so that a layer
-also runs on one device.
+also runs without a manager, on one device.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def split_over(
       axes: Annotation.
       role: Role of the array. Defaults to activation.
       path: Path of a weight.
-      manager: Defaults to the ambient manager, which a backward pass does not have.
+      manager: Manager whose rules are read. Defaults to the ambient one. A backward pass has no
+        ambient manager, so pass it there.
     """
     manager = context.current() if manager is None else manager
     if manager is None or not is_inside_shard_map():
@@ -80,7 +81,7 @@ def split_over(
     added = policy.largest_dim
     if role is Role.USE and added is not None and {*added.mesh_axes} <= {*policy.gather}:
         # Leave `largest_dim` out: it needs global sizes to choose a dim, and the dim that it shards
-        # is whole in use.
+        # is gathered before use.
         rules = dataclasses.replace(
             manager.rules, policy=dataclasses.replace(policy, largest_dim=None)
         )
@@ -99,9 +100,9 @@ def split_problems(
     path: str | None = None,
     role: Role = Role.USE,
 ) -> list[Problem]:
-    """Return a problem for each dim of an array that a `shard_map` splits.
+    """Return one problem for each dim of an array, if a `shard_map` splits this dim.
 
-    Layers do not communicate inside a `shard_map`, so their results would be those of a shard
+    Layers do not communicate inside a `shard_map`, so they would compute the result of one shard
     alone.
 
     Args:
@@ -110,7 +111,7 @@ def split_problems(
       only: The axes that may not be split. Defaults to all.
       name: Name of the array.
       path: Path of a weight in the model, or None.
-      role: Role of the array. Defaults to a weight, as it is used.
+      role: Role of the array. Defaults to that of a gathered weight.
     """
     split = split_over(shape, axes, role=role, path=path)
     return [
@@ -131,7 +132,7 @@ def check_vocabulary(weight: Any, axes: Any, tokens: Any, *, name: str, path: st
     """Check that no `shard_map` splits the vocabulary of a weight, as far as this can be known.
 
     Args:
-      weight: The weight, as it is used.
+      weight: The gathered weight.
       axes: Its axes.
       tokens: Tokens or labels.
       name: Name of the weight.
@@ -144,8 +145,8 @@ def check_vocabulary(weight: Any, axes: Any, tokens: Any, *, name: str, path: st
     if not is_inside_shard_map():
         return
     raise_problems(split_problems(weight.shape, axes, (VOCAB,), name=name, path=path))
-    # Devices that share a vocabulary have different rows of it, but the same tokens. So the weight
-    # varies over a mesh axis that the tokens do not vary over.
+    # Devices that divide a vocabulary among them have different parts of it, but the same tokens.
+    # So the weight varies over a mesh axis that the tokens do not vary over.
     unknown = sorted(_jax.varying_axes(weight) - _jax.varying_axes(tokens))
     if context.current() is None and unknown:
         raise LayerError(
@@ -185,7 +186,7 @@ def element(x: Any, at: tuple[int, ...]) -> Any:
 
 
 def path_of(parent: str | None, name: object) -> str | None:
-    """Return the path of a part of a model, given the path of the whole; None if that is None."""
+    """Return the path of a part, given the path of its parent; None if that path is None."""
     return None if parent is None else f"{parent}/{name}"
 
 
@@ -204,7 +205,7 @@ def check_residual(x: Any, embed: int) -> None:
       RankMismatchError: The residual is not `[batch, length, embed]`.
       LayerError: Its dtype is not a float dtype, so what a block adds would be cut to integers. Or
         a `shard_map` has split LENGTH and QUERY_LENGTH over different mesh axes, and a block cannot
-        gather the residual inside it.
+        gather the residual inside of that `shard_map`.
     """
     check_rows("x", x, embed)
     if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -46,7 +46,7 @@ def specs(
 def init_scaling(
     recipe: Any, groups: Mapping[str, Sequence[str]], layers: int | None
 ) -> dict[str, Any] | None:
-    """Return the first state of delayed scaling, by input; None for other recipes.
+    """Return the first state of delayed scaling for each input; None for other recipes.
 
     Args:
       recipe: The recipe of the block, or None.
@@ -130,7 +130,7 @@ def project(
     Raises:
       RankMismatchError: The shapes do not fit each other.
       LayerError: As `fp8.dense` raises it.
-      ShardingError: An annotation does not fit, by the rules or the mesh.
+      ShardingError: An annotation does not fit its array, the rules or the mesh.
     """
     kernels = {name: weights[name]["kernel"] for name in out}
     biases = {name: weights[name].get("bias") for name in out}
@@ -147,7 +147,7 @@ def project(
         )
     if adaptation is None:
         return result
-    # A rank that is sharded would need an all-reduce after B, so it is replicated.
+    # A sharded rank would need an all-reduce after the matmul with B, so the rank is replicated.
     inner = (*axes[: len(axes) - contract], EMPTY)
     adapted = {
         name: y
@@ -158,7 +158,7 @@ def project(
 
 
 def parts_of(recipe: Recipe | None, state: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the state of each group of matmuls, or None for each without a recipe or a state.
+    """Return the state of each group of matmuls. Without a recipe or a state, each is None.
 
     Raises:
       LayerError: The groups of the state are not those of the block.

@@ -52,7 +52,7 @@ class _LinearScan:
         return _jax.call_shard_map(local, mesh=mesh, in_specs=specs, out_specs=self.spec)(*arrays)
 
     def run(self, a: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the local states, and the state before them, with a length of 1."""
+        """Return the local states, and the state that enters the shard, with a length of 1."""
         product, h = jax.lax.associative_scan(_then, (a, x), axis=self.dim, reverse=self.reverse)
         if not self.over:
             return h, jnp.zeros_like(self._end(h))
@@ -92,8 +92,8 @@ def linear_scan(a: Any, x: Any, *axes: Any, reverse: bool = False) -> Any:
     """Return the states `h[t] = a[t] * h[t - 1] + x[t]` of a linear recurrence along the length.
 
     The state before the first element is 0. For another first state, add `a[0] * state` to `x[0]`.
-    If the length is sharded, each device scans its part, and one all-gather of the last state of
-    each part corrects the results. The backward pass sends the same amount. Without a manager, the
+    If the length is sharded, each device scans its part. One all-gather of the last states of all
+    parts then corrects the results. The backward pass sends the same amount. Without a manager, the
     arrays are whole.
 
     States of bfloat16 and float16 are computed in float32. Only reverse-mode derivatives exist. The
@@ -128,7 +128,7 @@ def linear_scan(a: Any, x: Any, *axes: Any, reverse: bool = False) -> Any:
     if not shape[scan.dim]:
         return x
     # Over Explicit mesh axes, and inside another shard_map, a cotangent must have the type of its
-    # argument. So the arguments get their types outside of the custom_vjp.
+    # argument. So give the arguments these types before the call of the custom_vjp.
     a, x = _jax.vary_together((a, x))
     if scan.mesh is not None:
         a, x = place_for_shard_map((a, x), (scan.spec, scan.spec), mesh=scan.mesh)

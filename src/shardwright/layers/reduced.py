@@ -18,21 +18,22 @@ from shardwright.resolution.partition_specs import entry_names
 
 
 def multiply(x: Any, weight: Any) -> Any:
-    """Return `x * weight`. The weight has the last dims of `x`, in its dtype."""
+    """Return `x * weight`. The weight has the last dims and the dtype of `x`."""
     spec = jax.typeof(weight).sharding.spec
     if not spec.reduced:
         return x * weight
     tokens = jax.typeof(x).sharding.spec.partitions[: x.ndim - weight.ndim]
     summed = {axis for entry in tokens for axis in entry_names(entry)}
-    # A matmul is unreduced over all mesh axes that it contracts, or over none. Sum here over mesh
-    # axes that the weight was not reduced over, such as tp over heads.
+    # The gradient of the weight is a matmul. Its result can be unreduced over all mesh axes that it
+    # contracts, or over none. So make the weight reduced over all of them: the transpose of this
+    # reshard sums over the added mesh axes, such as tp over heads.
     weight = jax.reshard(weight, PartitionSpec(*spec.partitions, reduced=spec.reduced | summed))
     dims = "abcd"[: weight.ndim]
     return jnp.einsum(f"...{dims},{dims}->...{dims}", x, weight)
 
 
 def add(x: Any, weight: Any) -> Any:
-    """Return `x + weight`. The weight has the last dims of `x`, in its dtype."""
+    """Return `x + weight`. The weight has the last dims and the dtype of `x`."""
     if not jax.typeof(weight).sharding.spec.reduced:
         return x + weight
     return x + multiply(jnp.ones_like(x), weight)

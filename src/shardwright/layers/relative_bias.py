@@ -25,7 +25,7 @@ class RelativeBiasConfig:
     Attributes:
       heads: Heads of queries.
       buckets: Number of buckets. In one half of the buckets of a direction, each bucket has one
-        distance. In the other half, each bucket has a range of distances, and the ranges grow
+        distance. In the other half, each bucket has a range of distances, whose bounds are spaced
         logarithmically.
       max_distance: From this distance on, all keys are in the last bucket.
       bidirectional: Whether keys after the query have buckets of their own: the second half.
@@ -130,8 +130,8 @@ def bucket(config: RelativeBiasConfig, distance: Any) -> np.ndarray:
     before = np.maximum(before, 0)
     exact = count // 2
     # Use float32, as T5 does, so that a distance on the border of two buckets gets the same bucket.
-    # Epsilon keeps the logarithm of distance 0 finite. `before < exact` selects another bucket for
-    # distance 0.
+    # Epsilon keeps the logarithm of distance 0 finite. Below, `before < exact` selects another
+    # bucket for distance 0.
     share = np.log(before.astype(np.float32) / exact + np.finfo(np.float32).eps)
     steps = share / np.log(config.max_distance / exact) * (count - exact)
     far = np.minimum(exact + steps.astype(np.int32), count - 1)

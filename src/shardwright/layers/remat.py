@@ -20,8 +20,8 @@ REMAT: Final[Mapping[str, Callable[..., Any] | None]] = MappingProxyType(
     {
         "none": None,
         "full": jax.checkpoint_policies.nothing_saveable,
-        # "dots" keeps matmuls without batch dims, such as a matmul with a weight. The matmul of
-        # queries and keys, which has batch dims, is computed again.
+        # "dots" keeps the results of matmuls without batch dims, such as a matmul with a weight.
+        # The matmul of queries and keys, which has batch dims, is computed again.
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         # The names that the blocks give to their results by `checkpoint_name`.
         "blocks": jax.checkpoint_policies.save_only_these_names("attention_out", "mlp_down"),
@@ -51,7 +51,8 @@ def remat_policy(remat: str) -> Callable[..., Any] | None:
             return None
         what = 'remat="none" keeps all values on the device, and a rule puts them on the host'
         raise LayerError(what, rule=str(saved.ref), fix='pass remat="full", "dots" or "blocks"')
-    # On the device, leave the residual out: it is saved already as an argument of the layer.
+    # If the residual stays on the device, leave it out: it is saved already as an argument of the
+    # layer.
     names = [each for each in _NAMES[remat] if each != "residual" or saved.of(each) is Memory.HOST]
     policy: Callable[..., Any] = manager_policy(manager, names, dots=remat == "dots")
     return policy

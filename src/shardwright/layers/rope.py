@@ -22,7 +22,8 @@ class RopeFrequencies:
     """Frequencies other than the powers of one theta; see `layers.rope_frequencies`.
 
     Attributes:
-      values: Radians per position, one for each point of two elements.
+      values: Radians per position, one for each point. A point is two elements of a head that are
+        rotated together.
       scale: Factor of the rotated elements, `attention_factor` in YaRN and LongRoPE.
 
     Raises:
@@ -134,7 +135,7 @@ def _check_frequencies(values: Any, scale: Any, most: int | None = None) -> None
     shape = np.shape(values)
     if len(shape) != 1 or (most is not None and shape[0] > most):
         many = "" if most is None else f" of at most {most}, half of head_dim"
-        fix = f"pass one dim{many}: a frequency for each point"
+        fix = f"pass one dim{many}: one frequency for each pair of elements"
         raise RankMismatchError(f"it has shape {shape}", path="frequencies", fix=fix)
     if isinstance(values, jax.core.Tracer):
         return

@@ -1,9 +1,11 @@
-"""Frequencies of rotary positions for contexts that are longer than those of the first training.
+"""Frequencies of rotary positions, for contexts longer than in the original training.
+
+Below, f is any frequency of the original training.
 
 linear    f / factor (Chen et al., arXiv:2306.15595)
-llama3    f of short wavelengths, f / factor of long ones, and a mean between them (Llama 3.1)
+llama3    f for short wavelengths, f / factor for long ones, a mean in between (Llama 3.1)
 yarn      like llama3, with other bounds, and a scale (Peng et al., arXiv:2309.00071)
-longrope  f / a factor of each point, and a scale (Ding et al., arXiv:2402.13753)
+longrope  f / factor, one factor for each f, and a scale (Ding et al., arXiv:2402.13753)
 """
 
 from __future__ import annotations

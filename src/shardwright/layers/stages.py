@@ -1,4 +1,4 @@
-"""The stages of a pipeline: chunks of layers, each on one microbatch after another.
+"""The stages of a pipeline: each runs chunks of layers on one microbatch after another.
 
 A stage holds `layers / pp` layers. In each tick, every stage runs a chunk of its layers on one
 microbatch and sends the result to the next stage. Outside the stack, the batch is sharded over pp.
@@ -164,7 +164,7 @@ class Stages:
         """Call a function in a `shard_map` over pp. Other mesh axes are Auto in it.
 
         Args:
-          f: Function of the trees in `given`, whose arrays are local over pp in it.
+          f: Function of the trees in `given`. Inside of it, their arrays are local over pp.
           given: The trees, as `placed` returns them.
           entries: For each tree, the first entries of the spec of its leaves.
           out_specs: Specs of the results over pp.
@@ -177,7 +177,8 @@ class Stages:
             axis for axis, kind in kinds.items() if kind is AxisType.Explicit and axis != STAGES
         )
         # The gradient of an argument that all stages read is a sum over pp, which XLA's CPU backend
-        # cannot compute in 16 bits: its pass "all-reduce promotion" aborts.
+        # cannot compute in 16 bits: its pass "all-reduce promotion" aborts. So pass these arguments
+        # in float32.
         wide = [STAGES not in first for first in entries]
         dtypes = [jax.tree.map(lambda leaf: leaf.dtype, tree) for tree in given]
 
@@ -205,8 +206,8 @@ class Stages:
         )
         if rest:
             # JAX 0.10 gathers the arguments and results of a `shard_map` over the mesh axes that
-            # are not in `axis_names`, if these are Explicit. So make these Auto around the
-            # `shard_map`.
+            # are not in `axis_names`, if these are Explicit. So make these mesh axes Auto around
+            # the `shard_map`.
             is_explicit = kinds[STAGES] is AxisType.Explicit
             out_sharding = [spec if is_explicit else PartitionSpec() for spec in out_specs]
             for at_result, arrays in enumerate(like):
@@ -217,13 +218,14 @@ class Stages:
         return run(*given)
 
     def _flat(self, output: Any) -> Any:
-        """Return an output with its dims of repeats and of layers joined to one dim of layers."""
+        """Return an output with its dims of repeats and of layers joined into one dim."""
         if len(self.lead) == 1:
             return output
         spec = _open_spec((None, None, None), output)
         ambient = _jax.ambient_mesh()
         placement = constraint.make_placement(spec, self.cut.manager.mesh, ambient)
-        # The chunks of a stage are not adjacent layers, so the two dims cannot be joined in place.
+        # The chunks of a stage are not adjacent layers, so gather the output before joining the two
+        # dims.
         whole = constraint.place(output, placement)
         return whole.reshape(whole.shape[0], -1, *whole.shape[3:])
 
@@ -233,7 +235,7 @@ class Stages:
         At the start, each stage holds q microbatches: microbatch s q + j is at stage s, in place j
         of the stream. In tick t, each stage passes the content of place t modulo q to the previous
         stage. So microbatch t is at stage 0 in tick t. The last stage puts its results in the same
-        place, and later ticks move each result to its stage.
+        place, and later ticks move each result to the stage that its microbatch came from.
         """
         count, stages, repeats = self.cut.count, self.cut.stages, self.repeats
         stack = self.copied(stack)
@@ -289,7 +291,7 @@ class Stages:
     def chunk(
         self, stack: Any, rows: Any, keys: Any, turn: Any, x: Any, streamed: Any
     ) -> tuple[Any, Any]:
-        """Run a chunk of the layers of a stage on one microbatch, in a given turn of the stage."""
+        """Run a chunk of a stage's layers on one microbatch. The turn of the stage gives both."""
         count, repeats = self.cut.count, self.repeats
         chunk, microbatch = jnp.clip(turn // count, 0, repeats - 1), turn % count
         stack = use_of(stack, microbatch, (turn >= 0) & (turn < count * repeats))
@@ -324,7 +326,7 @@ class Stages:
         return result
 
     def copied(self, stack: Any) -> Any:
-        """Return the stack with a leading dim of the shards over `apart`.
+        """Return the stack with one copy for each shard over `apart`, in a leading dim.
 
         In each tick, a shard adds the gradient of its own copy to those of earlier ticks. The
         gradients of all copies are summed once, after the last tick.
@@ -376,7 +378,7 @@ def at(tree: Any, place: Any) -> Any:
 
 
 def put(tree: Any, values: Any, place: Any) -> Any:
-    """Write a value to `leaf[place]` of each array."""
+    """Return the tree with a value written to `leaf[place]` of each array."""
     return jax.tree.map(
         lambda leaf, value: jax.lax.dynamic_update_index_in_dim(leaf, value, place, 0),
         tree,

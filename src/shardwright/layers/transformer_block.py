@@ -67,8 +67,8 @@ class TransformerConfig:
     Attributes:
       layers: Number of layers.
       attention: Attention of every layer.
-      mlp: The MLP or the MoE layer of every layer. A tuple of them is a pattern that
-        repeats: `(MlpConfig(...), MoEBlockConfig(...))` alternates the two.
+      mlp: The MLP or the MoE layer of every layer. A tuple is a pattern that repeats:
+        `(MlpConfig(...), MoEBlockConfig(...))` alternates the two.
       cross: Cross-attention of every layer, between attention and MLP, or None.
       windows: Window of each layer, as a pattern that repeats: `((1023, 0), None)` alternates local
         and global attention. Defaults to the window of `attention`.
@@ -76,7 +76,8 @@ class TransformerConfig:
         `attention`.
       dropout: Probability of dropping an element of a block's output, if `keys` has a dropout key.
       remat: What is kept for the backward pass. "none" keeps everything, "full" keeps only the
-        residual, "dots" keeps matmuls with weights, and "blocks" keeps the outputs of the blocks.
+        residual, "dots" keeps results of matmuls with weights, and "blocks" keeps the outputs of
+        the blocks.
       scan: Whether the layers run as one `jax.lax.scan` over stacked parameters, so that only one
         layer of each kind is compiled. If the last pattern is not whole, its layers run after the
         scan. Caches need `scan=False`: see `unstack` and `unstack_state`.
@@ -177,9 +178,9 @@ class StackState:
       caches: One KV cache per layer, or None.
       moe: One `MoEState` per tree of parameters, or None for an MLP. With `scan`, its arrays
         have a leading dim of the layers of that tree. Before the first call, `moe` itself is None.
-      scaling: With delayed scaling, one tree per tree of parameters: `fp8.uses(scaling, channel)`
-        as an argument. In a result, the amaxes of inputs and kernels. With caches, a result has the
-        argument unchanged, so the result can be passed to the next call. Else None.
+      scaling: With delayed scaling, one tree per tree of parameters; else None. In an argument,
+        this is `fp8.uses(scaling, channel)`. In a result, it is the amaxes of inputs and kernels;
+        with caches, it is the argument unchanged, so the result can be passed to the next call.
     """
 
     caches: list[KVCache] | None = None
@@ -188,7 +189,7 @@ class StackState:
 
     @property
     def aux(self) -> Any:
-        """The losses of all routers, float32: add it to the loss. 0 without an MoE layer."""
+        """Sum of the losses of all routers, float32. Add it to the loss. 0 without an MoE layer."""
         stats = [moe_state.stats for moe_state in self.moe or () if moe_state is not None]
         return sum((jnp.sum(each.aux) for each in stats if each is not None), jnp.float32(0))
 
@@ -199,7 +200,7 @@ STATE: Final = instance(StackState, fix="pass transformer_block.StackState(cache
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKeys:
-    """The dropout keys of one layer, for the inside and output of each block. None: no dropout."""
+    """The dropout keys of one layer: for the inside of each block and for its output, or None."""
 
     attention: Any = None
     after_attention: Any = None
@@ -260,7 +261,7 @@ def unstack(
 ) -> tuple[TransformerConfig, list[Any]]:
     """Return config and parameters without `scan`, for serving.
 
-    With caches, a scan would copy their stack at each step.
+    A scan would copy the stack of all caches at each step.
 
     Raises:
       LayerError: The parameters are not those that `specs` describes.
@@ -298,7 +299,7 @@ def unstack_state(config: TransformerConfig, state: StackState) -> StackState:
 
     Args:
       config: The config, as for `unstack`.
-      state: Biases as they were trained, and with delayed scaling `fp8.uses(scaling)`.
+      state: The state with the trained biases and, with delayed scaling, `fp8.uses(scaling)`.
 
     Raises:
       LayerError: The state does not belong to this config.
@@ -328,7 +329,7 @@ def init_caches(
     Pass them as the `caches` of a `StackState`.
 
     Raises:
-      LayerError: The caches keep a window, but some layers have no window by `windows`.
+      LayerError: The caches keep a window, but `windows` gives some layers no window.
       CacheError: As `caches.init` raises it.
     """
     caches = [
@@ -358,11 +359,10 @@ def apply(
 ) -> tuple[jax.Array, StackState]:
     """Return the residual after all layers, and the state.
 
-    Each layer is `x += attention(x)`, then `x += mlp(x)`. With `cross` in the config,
-    `x += cross(x, encoded)` is between the two. Keys and values of `encoded` are computed again in
-    each call. The norm after the last layer is not part of the stack. In a compiled program, a
-    cache refuses tokens that do not fit, and attention adds nothing to the residual of these
-    tokens.
+    Each layer is `x += attention(x)`, then `x += mlp(x)`. With `cross` in the config, `x +=
+    cross(x, encoded)` is between the two. Keys and values of `encoded` are computed again in each
+    call. The norm after the last layer is not part of the stack. In a compiled program, a cache
+    refuses tokens that do not fit, and attention adds 0 to the residual of these tokens.
 
     Args:
       config: Sizes and options.
@@ -374,16 +374,15 @@ def apply(
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       positions: As in `attention_block.apply`.
       segment_ids: As in `attention_block.apply`.
-      valid: `[batch, length]` bool, whether a row is a token. Tokens do not attend to the other
-        rows, and MoE layers send these rows to no expert. The results of these rows have no
-        meaning.
+      valid: `[batch, length]` bool, True for tokens and False for padding. Tokens do not attend to
+        padding, and MoE layers send padding to no expert. The results of padding have no meaning.
       encoded: As in `attention_block.apply`, for the cross-attention of every layer.
       encoded_segment_ids: As in `attention_block.apply`.
       run: Function that runs the layers of a scan, such as `sw.pipeline`.
 
     Returns:
-      (x, state). The state has the written caches. For each MoE layer, the state has the same bias,
-      and this call's statistics.
+      (x, state). The state has the caches with the new tokens. For each MoE layer, the state has
+      the same bias, and this call's statistics.
 
     Raises:
       LayerError: Caches are given with `scan`, or the number of caches, of MoE states, of scalings
@@ -422,8 +421,8 @@ def apply(
         # A cache is for inference, so nothing is computed again. Remat would also trace the layer,
         # and inside a trace a full cache cannot raise an error.
         remat = config.remat if cache is None else "none"
-        # These layers are outside of the scan, so `_layer` must keep XLA from merging their
-        # recomputation.
+        # These layers are outside of the scan, so `_layer` must keep XLA from merging the
+        # recomputation with the first computation.
         own_config = dataclasses.replace(config, remat=remat, scan=False)
         run_layer = _layer(own_config, number, path_of(path, at), given)
         own = (biases[at], scalings[at])
@@ -449,10 +448,10 @@ def loss(
     head_inputs: Any,
     **options: Any,
 ) -> tuple[jax.Array, StackState]:
-    """Return the loss of a model that ends in these layers and a head, and the state.
+    """Return (loss, state) of a model that ends in these layers and a head.
 
     The loss is the sum of `head(head_params, y, inputs)` over the microbatches of a pipeline, plus
-    `state.aux`. This function works for every strategy; `schedule = "1f1b"` works only with it.
+    `state.aux`. This function works for every strategy, and `schedule = "1f1b"` needs it.
 
     Args:
       config: As in `apply`.
@@ -507,7 +506,7 @@ def _scan(
             after.append(state)
         return x, ([moe_state for moe_state, _ in after], [seen for _, seen in after])
 
-    # Loads of experts and scales of fp8 combine rows.
+    # The loads of experts and the scales of fp8 are computed from several rows.
     blocks: tuple[Any, ...] = (config.attention, config.cross or config.attention, *config.mlps)
     combines_rows = any(isinstance(each, MoEBlockConfig) or each.recipe for each in blocks)
     stacked, *per_layer = (list(trees)[:count] for trees in (params, *states))
@@ -731,8 +730,8 @@ def check_moe_states(config: TransformerConfig, moe_states: Any) -> None:
     if moe_states is None:
         return
     fix = (
-        "pass one MoEState per tree, and None where a layer has an MLP; that of a scan becomes "
-        "that of its layers by transformer_block.unstack_state(config, state), or by "
+        "pass one MoEState per tree, and None where a layer has an MLP; to split the states of a "
+        "scan by layer, call transformer_block.unstack_state(config, state), or "
         "init_caches(state=state) of an nnx Transformer"
     )
     _check_count("moe", moe_states, _trees_of(config), path="state", fix=fix)
@@ -766,7 +765,7 @@ def _check_scaling(config: TransformerConfig, scaling: Any) -> None:
 def _check_layers(
     config: TransformerConfig, tree: int, name: str, value: Any, *, own_rank: int
 ) -> None:
-    """Check that an array of the state has a leading dim of layers if, and only if, it must."""
+    """Check that an array of the state has a leading dim of layers exactly if a scan reads it."""
     shape = getattr(value, "shape", None)
     scanned = _is_scanned(config, tree)
     wanted = (config.trips,) if scanned else ()
@@ -783,7 +782,7 @@ def _check_layers(
 
 
 def _check_rings(config: TransformerConfig, caches: list[KVCache]) -> None:
-    """Refuse a cache with a window in a layer that attends to all tokens by `windows`."""
+    """Refuse a cache with a window in a layer whose entry of `windows` is None."""
     for number, cache in enumerate(caches if config.windows else ()):
         if isinstance(cache, KVCache) and cache.spec.window and config.window(number) is None:
             raise LayerError(

@@ -1,8 +1,8 @@
-"""Move arrays between shardings. First plan the bytes sent and the peak memory, then move.
+"""Move arrays between shardings. A plan shows the bytes sent and the peak memory before the move.
 
-`tree` plans how a whole tree moves, and `move` moves it; the functions of both are methods of the
-manager. `plan` finds the collectives between two specs, and `run` runs them inside `shard_map`.
-Caches also use these two, inside `jit`. Reading and writing files does not belong here.
+`tree` plans how a whole tree moves, and `move` moves it. The functions of both files are methods of
+the manager. `plan` finds the collectives between two specs, and `run` runs them inside `shard_map`.
+Caches also call `plan` and `run`, inside `jit`. Reading and writing files does not belong here.
 """
 
 from shardwright.reshard.move import Progress as Progress

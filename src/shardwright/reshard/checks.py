@@ -18,7 +18,7 @@ FLOATS: Final = floating(fix="pass a floating-point dtype, such as jnp.bfloat16"
 
 
 def check_value(path: str, value: Any) -> list[Problem]:
-    """Return a problem if a leaf of the host is not a number, or JAX would cut it to 32 bits."""
+    """Return a problem if a leaf of the host is not a number, or does not fit its dtype in JAX."""
     if hasattr(value, "dtype") and not isinstance(value, (np.ndarray, np.generic)):
         return []
     # JAX has accepted the dtypes of JAX arrays and abstract leaves. The dtypes of leaves on the
@@ -32,7 +32,7 @@ def check_value(path: str, value: Any) -> list[Problem]:
     range_ = np.iinfo(local_dtype(host.dtype))
     if range_.min <= int(host.min()) and int(host.max()) <= range_.max:
         return []
-    what = f"{host.dtype} has values that do not fit {range_.dtype}, which JAX makes of it"
+    what = f"{host.dtype} has values that do not fit {range_.dtype}, its dtype in JAX"
     return [_problem(path, what, "set jax_enable_x64, or leave it out of the tree")]
 
 

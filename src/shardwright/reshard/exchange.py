@@ -96,12 +96,13 @@ def sends_of(source: DeviceGrid, target: DeviceGrid) -> tuple[Send, ...]:
 
 
 def rounds_of(sends: Sequence[Send], devices: int) -> tuple[tuple[Send, ...], ...]:
-    """Arrange sends in rounds. In a round, a device sends and receives at most one block.
+    """Arrange sends in rounds, in which a device sends at most one block and receives at most one.
 
     Blocks that stay on their device come first, in separate rounds.
     """
-    # Sends of one ring distance can share a round, because each device then sends to one device and
-    # receives from one. So a first fit by distance fills the rounds well.
+    # The ring distance of a send is (sender - receiver) modulo the number of devices. Sends of one
+    # ring distance can share a round, because each device then sends to one device and receives
+    # from one. So a first fit by distance fills the rounds well.
     order = sorted(
         sends,
         key=lambda send: (not send.stays, (send.sender - send.receiver) % devices, send.receiver),

@@ -161,7 +161,7 @@ def shared_part(
     if a is None:
         return 0, 1
     for i, m, j, n in zip(a, a_counts, b, b_counts, strict=True):
-        # Both blocks are intervals of whole units if the dim has lcm(m, n) units.
+        # If a dim is cut into lcm(m, n) units, both blocks are intervals of whole units.
         units = math.lcm(m, n)
         start = max(i * (units // m), j * (units // n))
         stop = min((i + 1) * (units // m), (j + 1) * (units // n))

@@ -60,7 +60,7 @@ def move_leaf(
     Args:
       value: JAX array, array of the host, number, or `ArrayInParts`.
       target: Sharding after the move.
-      route: How it moves.
+      route: How the array moves.
       donate: Whether the caller deletes the source after the move. The result then does not share
         memory with the source.
       tick: Called after each piece.
@@ -118,7 +118,7 @@ def _mesh_of(devices: Sequence[jax.Device], route: Route) -> Mesh:
 
 
 def _run_pieces(value: jax.Array, target: NamedSharding, route: Route, tick: Tick) -> jax.Array:
-    """Move by programs on the devices that hold the array."""
+    """Move an array by programs that run on the devices that hold it."""
     mesh = _mesh_of(list(target.mesh.devices.flat), route)
     program, source = move_program(mesh, route), _flat(_shards(value), mesh)
     if route.pieces.dim is None:
@@ -153,10 +153,10 @@ def _transfer(
     sends = sends_of(route.source, route.target)
     units = len(sends) // len(receivers)
     per_shard = np.floor_divide(units_of(route.source, route.target), route.source.counts)
-    # The number of each unit of a source shard, by the place where it begins: `split_program`
-    # returns its units in this order too, from np.ndindex over the same counts.
+    # Maps where a unit begins in a source shard to the number of the unit. `split_program` returns
+    # units in the same order, from np.ndindex over the same counts.
     per_sender = {index: number for number, index in enumerate(np.ndindex(*per_shard))}
-    # Each target shard is one whole source shard, so no split or join is needed.
+    # If each target shard is one whole source shard, no split or join is needed.
     whole = len(per_sender) == units == 1 and route.dtype == route.to_dtype
     whole = whole and route.pieces.dim is None
     source = _flat(_shards(value), source_mesh)
@@ -179,7 +179,7 @@ def _transfer(
                 jax.device_put(copy, goal, may_alias=False) if send.stays else copy
                 for copy, goal, send in zip(copies, goals, sends, strict=True)
             ]
-        # Sends are in the order of receivers, and then of their units.
+        # Sends are in the order of receivers, and those of a receiver in the order of its units.
         # Each argument of a program has one block per device, so unit k of every receiver forms one
         # flat array.
         columns = [copies[unit::units] for unit in range(units)]
@@ -254,7 +254,7 @@ def host_blocks(
     """
     dim, cut = route.pieces.dim, list(boxes)
     if dim is not None:
-        # The host cuts a block only into these pieces, so the block is one group of rows.
+        # A move from the host has only the sharding of the target, so a block is one group of rows.
         firsts = [(box[dim].start or 0) + start for box in boxes]
         cut = [
             (*box[:dim], slice(first, first + route.pieces.size), *box[dim + 1 :])

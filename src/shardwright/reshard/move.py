@@ -84,8 +84,8 @@ def move_tree(
     progress: Callable[[Progress], object] | None = None,
 ) -> Any:
     """Move a tree to a tree of shardings. For the other arguments, see `reshard`."""
-    # The plan raises all problems before the first leaf moves, so no problem leaves the tree half
-    # moved.
+    # Planning raises all problems before the first leaf moves, so that no problem leaves the tree
+    # half moved.
     plan = plan_moves_of(tree, targets, piece=piece, donate=donate, dtype=dtype)
     values, structure = jax.tree.flatten(tree, is_leaf=is_array_spec)
     shardings: list[NamedSharding] = structure.flatten_up_to(targets)  # type: ignore[attr-defined]
@@ -102,7 +102,8 @@ def move_tree(
     except Exception as error:
         raise moving.failure(structure, error) from error
     except BaseException as error:
-        # Ctrl-C and exits keep their type, so that they end the program. Their cause has the tree.
+        # Ctrl-C and exits keep their type, so that they end the program. Their cause is the
+        # MoveError, which has the tree.
         raise error from moving.failure(structure, error)
     return jax.tree.unflatten(structure, moving.results)
 
@@ -111,7 +112,7 @@ class _Moving:
     """A move that runs.
 
     Attributes:
-      results: The leaves. Some of them may have moved.
+      results: The leaves: results of the move, and sources that have not moved yet.
     """
 
     def __init__(
@@ -147,7 +148,8 @@ class _Moving:
                 tick, target = self._reporter.tick, self._targets[index]
                 moved = move_leaf(source, on_device(target), leaf.route, donate=donate, tick=tick)
                 if leaf.to_host:
-                    # Copy before the source is deleted: a relabeled leaf shares its memory.
+                    # Copy before the source is deleted: a relabeled leaf shares the memory of the
+                    # source.
                     moved = jax.block_until_ready(jax.device_put(moved, target))
                 self.results[index] = moved
             uses[id(source)] -= 1

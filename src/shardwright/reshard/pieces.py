@@ -18,9 +18,9 @@ _UNITS = {unit.upper(): size for unit, size in BYTES.items()}
 class Pieces:
     """How a leaf is cut into pieces along one dimension.
 
-    The dimension consists of equal groups of rows. No step of the move divides a group between
-    devices, or changes the order of its rows. A piece has the same rows of each group, so it moves
-    exactly like the whole leaf.
+    A row is all elements with one index of the dimension. The dimension consists of equal groups of
+    rows. No step of the move divides a group between devices, or changes the order of its rows. A
+    piece has the same rows of each group, so it moves exactly like the whole leaf.
 
     Attributes:
       dim: The dimension, or None if the leaf moves in one piece.
@@ -46,12 +46,12 @@ class Pieces:
 
     def start(self, number: int) -> int:
         """Return the first row of a piece, in each group."""
-        # The last piece moves back instead of shrinking: all pieces have one shape, and one
-        # program.
+        # The last piece begins earlier instead of being smaller. So all pieces have one shape, and
+        # one program moves them.
         return min(number * self.size, self.rows - self.size)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a piece of an array or of a shard, given its own shape."""
+        """Return the shape of a piece, given the shape of the array or shard that is cut."""
         if self.dim is None:
             return tuple(shape)
         cut = list(shape)
@@ -91,7 +91,7 @@ def cut(
 
 
 def _size(rows: int, most: int) -> int:
-    """Return the rows of a piece: a divisor of `rows` near `most`, else a size for equal parts."""
+    """Return the number of rows of a piece: a divisor of `rows` near `most`, if there is one."""
     # If a piece has few rows, an overlap is a large share of the piece. Then a smaller divisor is
     # better.
     smallest = most // 2 if most >= 8 else 0

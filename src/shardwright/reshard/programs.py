@@ -40,7 +40,7 @@ def flat_sharding(mesh: Mesh, rank: int) -> NamedSharding:
 
 
 def flat_shape(local: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of the flat array of shards of a shape."""
+    """Return the shape of the flat array of shards, given the shape of one shard."""
     return (local[0] * mesh.size, *local[1:]) if local else ()
 
 
@@ -103,7 +103,7 @@ def move_program(mesh: Mesh, route: Route) -> MoveProgram:
 
 @functools.lru_cache(maxsize=_PROGRAMS)
 def split_program(mesh: Mesh, route: Route) -> MoveProgram:
-    """Return the program that splits a piece into its units, on the devices of the source."""
+    """Return the program that splits a piece into units, on the devices of the source."""
     assert route.source is not None
     unit = _piece_unit(route)
     counts = _units(route.pieces.shape(route.source.local_shape(route.shape)), unit)
@@ -284,7 +284,7 @@ def _corners(counts: Sequence[int], unit: Sequence[int]) -> list[tuple[int, ...]
 
 
 def _exchange(route: Route, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    """Return a function of a piece that sends each unit to the devices that need it."""
+    """Return a function that sends each unit of a piece to the devices that need the unit."""
     assert route.source is not None
     unit = _piece_unit(route)
     local = route.pieces.shape(route.target.local_shape(route.shape))
@@ -306,7 +306,8 @@ def _exchange(route: Route, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     def _send(
         piece: jax.Array, result: jax.Array, sends: Sequence[Send], own: jax.Array
     ) -> jax.Array:
-        # All devices run one program, so each finds its own corners in a table of constants.
+        # All devices run one program, so each device looks up where its blocks begin in a table of
+        # constants.
         source_corners = np.zeros((mesh.size, len(unit)), np.int32)
         target_corners, receives = source_corners.copy(), np.zeros(mesh.size, bool)
         for send in sends:

@@ -169,7 +169,7 @@ def find_route(
         target_bytes=elements * to_dtype.itemsize * after.copies,
     )
     if source is None:
-        # The host sends each copy of a replicated block by itself.
+        # The host sends each copy of a replicated block separately.
         sent = base.target_bytes
         return _with_pieces(base, [after.counts], sent=sent, missing=sent, limit=limit)
     before = grid_of(source, shape)
@@ -193,8 +193,8 @@ def find_route(
         steps = _plan_moves(common.source, common.target, shape, wire.itemsize, common.sizes)
         sizes = dict(common.sizes)
         sent = sum(sent_bytes(step, sizes) for step in steps)
-        # No step may cut a group of rows, so include every step, not only the source and the
-        # target.
+        # No step may cut a group of rows, so include the shard counts at every step, not only at
+        # the source and the target.
         places = [common.source, *(step.after for step in steps)]
         counts = [[shard_count(axes, sizes) for axes in place] for place in places]
         route = dataclasses.replace(base, way=Way.COLLECTIVES, common=common, steps=steps)
@@ -222,7 +222,7 @@ def _with_pieces(
     )
 
 
-# The key has no device ids and no dtype, so all layers of a model share one search.
+# The key of the cache has no device ids and no dtype, so all layers of a model share one search.
 @functools.lru_cache(maxsize=4096)
 def _plan_moves(
     source: AxesByDim,
@@ -242,7 +242,8 @@ def sent_bytes(step: Move, sizes: dict[str, int]) -> int:
     devices = math.prod(sizes.values())
     if step.kind is not MoveKind.PERMUTE:
         return step.bytes * devices
-    # The pairs number the devices of one group; each group over the other mesh axes repeats them.
+    # The pairs are those of one group of devices. Each group along the other mesh axes has equal
+    # pairs.
     pairs = permutation(step, sizes)
     groups = devices // len(pairs)
     return step.bytes * groups * sum(sender != receiver for sender, receiver in pairs)
@@ -264,9 +265,10 @@ def local_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
-# One mesh that can express the specs of two meshes of the same devices. `fsdp:2,tp:4` and
-# `fsdp:4,tp:2` may have the same eight devices, and a mesh `2,2,2` of them can express the specs of
-# both. So a move from one to the other is a sequence of collectives over parts of mesh axes.
+# The functions below find one mesh that can express the specs of two meshes of the same devices.
+# `fsdp:2,tp:4` and `fsdp:4,tp:2` may have the same eight devices, and a mesh `2,2,2` of them can
+# express the specs of both. So a move from one to the other is a sequence of collectives over parts
+# of mesh axes.
 
 
 def common_axes(source: DeviceGrid, target: DeviceGrid) -> CommonAxes | None:
@@ -286,8 +288,8 @@ def common_axes(source: DeviceGrid, target: DeviceGrid) -> CommonAxes | None:
     if source_strides is None:
         return None
     spans = [*_spans(source.axes, source_strides), *_spans(target.axes, target_strides)]
-    # The strides at which an axis begins or ends. If each divides the next, they are the prefix
-    # products of a common factorization. Strides 1,3,6 and 1,2,6 fail: 2 does not divide 3.
+    # The strides at which an axis begins or ends. If each stride divides the next one, they are the
+    # prefix products of a common factorization. Strides 1,3,6 and 1,2,6 fail: 2 does not divide 3.
     cuts = sorted({1, len(target.devices), *(cut for span in spans for cut in span)})
     if any(upper % lower for lower, upper in pairwise(cuts)):
         return None

@@ -34,7 +34,8 @@ def _run(x: jax.Array, move: Move, mesh: Mapping[str, int]) -> jax.Array:
         return swapped
     if move.kind is MoveKind.ALL_GATHER:
         assert move.source is not None
-        # By default JAX types a gathered array as varying, and a replicated output spec is refused.
+        # By default JAX types a gathered array as varying, and then refuses a replicated output
+        # spec.
         gathered: jax.Array = jax.lax.all_gather(
             x, move.mesh_axes, axis=move.source, tiled=True, to="invarying"
         )

@@ -105,7 +105,7 @@ class ReshardPlan:
 
     @property
     def peak_growth(self) -> int:
-        """Upper bound of the growth of the bytes of all devices together, at one time."""
+        """Upper bound of how far the sum of the bytes of all devices grows during the move."""
         return max((now for now, _ in self._growth()), default=0)
 
     @property
@@ -250,13 +250,13 @@ def plan_moves_of(
                 for problem in error.problems
             ]
             continue
-        # Python shares small integers, so two numbers with equal ids are not a tied leaf.
+        # Python shares small integers, so equal ids of two numbers do not make them one tied leaf.
         if isinstance(value, jax.Array | np.ndarray):
             tied = first.setdefault((id(value), target), path)
             leaf = leaf if tied == path else dataclasses.replace(leaf, tied_to=tied)
         leaves.append(leaf)
     raise_problems(problems)
-    # With donation, a leaf that frees memory early makes room for copies of leaves that grow.
+    # With donation, move leaves that shrink first: they make room for the leaves that grow.
     growth = [donate * (leaf.route.target_bytes - leaf.route.source_bytes) for leaf in leaves]
     order = sorted(range(len(leaves)), key=growth.__getitem__)
     return ReshardPlan(leaves=tuple(leaves), order=tuple(order), piece=limit, donate=donate)

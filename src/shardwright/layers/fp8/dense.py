@@ -31,7 +31,8 @@ class DenseResult:
 
     Attributes:
       ys: The result of each kernel.
-      seen: Largest values, for the update of delayed scaling; None for other recipes.
+      seen: Amaxes of the input and of the kernels, for the update of delayed scaling; None for
+        other recipes.
     """
 
     ys: dict[str, Any]
@@ -54,26 +55,28 @@ def dense(
     """Return `x @ kernel + bias` of each kernel, computed in fp8.
 
     Each shard of a kernel is quantized before the kernel is gathered, so FSDP moves one byte per
-    element. The backward pass keeps the fp8 operands; the kernels among them are kept as stored
+    element. The fp8 operands are kept for the backward pass, the kernels among them as stored
     shards.
 
     Args:
       x: `[..., *inputs]`.
-      kernels: `[*inputs, *outputs]` by name: `stored(value, spec)`, which is gathered, or an array.
+      kernels: `[*inputs, *outputs]` by name: an array, or `stored(value, spec)`, which `dense`
+        gathers.
       recipe: A recipe or its name.
-      use: The result of `uses` for these kernels, with delayed scaling.
+      use: With delayed scaling, the result of `uses` for these kernels; else None.
       biases: `[*outputs]` by name. Defaults to none.
       out: Annotation of each result. Without it, the compiler decides how the result is sharded.
       axes: Annotation of `x`, for error messages about blocks.
-      contract: Number of dims that are contracted: the last of `x`, the first of the kernel.
+      contract: Number of dims that are contracted: the last ones of `x` and the first ones of the
+        kernel.
       mode: Runtime mode. Defaults to the manager's.
       dtype: Dtype of the operands before they are quantized, and of the results. Defaults to that
         of `x`.
 
     Raises:
-      LayerError: The recipe has a state but `use` is not given, or the recipe has none and `use` is
-        given. Or the recipe has blocks, and the part of a contracted dim on a device is not a
-        multiple of 32.
+      LayerError: The recipe has a state and `use` is not given, or the recipe has no state and
+        `use` is given. Or the recipe has blocks, and the part of a contracted dim on a device is
+        not a multiple of 32.
       RankMismatchError: The shapes do not fit each other.
       ShardingError: `out` does not fit a result, the rules or the mesh.
     """
@@ -142,8 +145,8 @@ def static_call(
             out=own_out,
             weight=kernel.weight if is_stored else None,
             dtype=jnp.dtype(value.dtype),
-            # The backward pass keeps only the quantized kernel, so read here the parts of the
-            # kernel's type that it needs.
+            # The backward pass has only the quantized kernel, so record here what it needs to know
+            # about the type of the kernel.
             varying=_jax.varying_axes(value),
             gathered=gathered,
             out_entries=entries,

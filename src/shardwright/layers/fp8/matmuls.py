@@ -89,7 +89,7 @@ class Fp8Call:
       pipeline: Mesh axes of the pipeline.
       x_axes: Annotation of the input, or None.
       x_entries: Entries of the spec of the input over Explicit axes, or None.
-      x_dtype: Its dtype.
+      x_dtype: Dtype of the input.
       varying: Manual mesh axes that the input varies over.
       x_shards: Mesh axes of the input, if it has no annotation; only for the check of blocks.
     """
@@ -109,7 +109,7 @@ class Fp8Call:
 
     @property
     def blocks(self) -> bool:
-        """Whether scales belong to blocks."""
+        """Whether each block has a scale of its own."""
         return isinstance(self.recipe, BlockScaling)
 
 
@@ -119,8 +119,8 @@ class Kept:
     """The operands that the backward pass of the matmuls needs.
 
     Attributes:
-      x: The input, in blocks along its last dim that is not contracted.
-      kernels: The kernels as stored, in blocks along their last dim.
+      x: The quantized input. Blocks, if any, lie along its last dim that is not contracted.
+      kernels: The quantized kernels, as stored. Blocks, if any, lie along their last dim.
     """
 
     x: Scaled
@@ -166,7 +166,7 @@ def forward(call: Fp8Call, x: Any, kernels: tuple[Any, ...], scales: Any, *, kee
       call: The static part.
       x: `[..., *inputs]`.
       kernels: `[*inputs, *outputs]` each, as stored.
-      scales: (of `x`, of each kernel), or Nones unless the recipe is delayed scaling.
+      scales: (scale of `x`, scale of each kernel). Nones unless the recipe is delayed scaling.
       keep: Whether to return the values that the backward pass needs.
     """
     form, contract = call.recipe.forward, call.contract
@@ -318,8 +318,8 @@ def _summed(grad: Any, varying: frozenset[str]) -> Any:
     mesh = _jax.ambient_mesh()
     if mesh is None or not _jax.tracks_varying():
         return grad
-    # Autodiff would insert this sum. A custom VJP must sum itself: JAX checks that a gradient
-    # varies over the same mesh axes as its primal.
+    # Autodiff would insert this sum. A custom VJP must insert it: JAX checks that a gradient varies
+    # over the same mesh axes as its primal.
     extra = _jax.varying_axes(grad) - varying
     axes = tuple(axis for axis in mesh.axis_names if axis in extra)
     return jax.lax.psum(grad, axes) if axes else grad

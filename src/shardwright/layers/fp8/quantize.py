@@ -1,10 +1,11 @@
 """Casts of arrays to fp8, with one scale per tensor or one per block.
 
-Tensor: `scale = largest / amax`, with `amax` the largest absolute value of the whole array;
-`value = cast(clip(float32(x) * scale))`; `x ~ value * inverse`, with `inverse = 1 / scale`.
+Tensor: `scale = largest / amax`, where `largest` is the largest value of the fp8 format, and `amax`
+is the largest absolute value of the whole array. Then `value = cast(clip(float32(x) * scale))`, and
+`x ~ value * inverse` with `inverse = 1 / scale`.
 
-Block (OCP Microscaling Formats, MX 1.0): 32 elements along one dim share `2^exponent`, which is
-`amax / largest` rounded up to a power of two. So no element of a block is clipped.
+Block (OCP Microscaling Formats, MX 1.0): 32 elements along one dim share the scale `2^exponent`,
+which is `amax / largest` rounded up to a power of two. So no element of a block is clipped.
 
 A tensor scale may come from earlier steps, so elements of the array may be too large for it. Such
 elements, and infinities, saturate. NaN stays NaN. In a block, a value that is not finite makes the
@@ -26,7 +27,7 @@ from shardwright.manager import context
 from shardwright.vocabulary.axes import PIPELINE_PARALLEL
 
 _BIAS: Final = 127  # bias of the exponents of float32, and of stored exponents
-_MOST: Final = 2.0**126  # largest scale: backends flush a smaller inverse, which is subnormal, to 0
+_MOST: Final = 2.0**126  # largest scale: backends flush the inverse of a larger one to 0
 _NAN: Final = 255  # the stored exponent of a block with a value that is not finite
 
 
@@ -81,7 +82,7 @@ def pipeline_axes() -> tuple[str, ...]:
 
 
 def scale_of(amax: Any, dtype: Any, *, margin: int = 0, old: Any = None) -> jax.Array:
-    """Return `largest / amax / 2^margin`, or `old` where amax is 0 or not finite.
+    """Return `largest value of the format / amax / 2^margin`, or `old` if amax is 0 or not finite.
 
     A quotient above the largest float32 becomes the largest float32, as in TransformerEngine's
     `compute_scale_from_amax`.
@@ -135,7 +136,7 @@ def dequantize(x: Scaled, dtype: Any) -> Any:
 
 
 def _round_up(scale: Any) -> jax.Array:
-    """Return the exponent of float32 scales, rounded up to a power of two, plus 127; uint32.
+    """Round float32 scales up to powers of two; return their exponents plus 127, as uint32.
 
     0 means 2^-127, the smallest scale.
     """
@@ -143,8 +144,8 @@ def _round_up(scale: Any) -> jax.Array:
     # float32 has 8 bits of exponent and 23 of mantissa. The next power of two has the next
     # exponent.
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    # A subnormal number is mantissa * 2^-149, so 0x400000 is 2^-127. A larger number with exponent
-    # 0 becomes 2^-126.
+    # A subnormal number is mantissa * 2^-149, so 0x400000 is 2^-127. A larger subnormal number
+    # becomes 2^-126.
     small = (exponent == 0) & (mantissa <= 0x400000)
     up = (mantissa > 0) & (exponent < _NAN) & ~small
     return exponent + up.astype(jnp.uint32)

@@ -69,7 +69,7 @@ class CurrentScaling:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockScaling:
-    """MXFP8: a power of two as the scale of each block of 32 along a contracted dim. No state.
+    """MXFP8: each block of 32 along a contracted dim is scaled by a power of two. No state.
 
     Attributes:
       forward: Format of activations and kernels.

@@ -112,7 +112,7 @@ class DenseUse:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSeen:
-    """The values that the forward pass of the matmuls reports: the largest absolute ones, float32.
+    """The amaxes that the forward pass of the matmuls reports: largest absolute values, float32.
 
     Attributes:
       x: Largest value of the input.
@@ -184,7 +184,7 @@ def new_channel(scaling: Any, *, uses: Sequence[int] | int = ()) -> Any:
 
 
 def uses(scaling: Any, channel: Any = None) -> Any:
-    """Return the argument `state` of the blocks: the scales, and the leaves of one use.
+    """Return the argument `state` of the blocks: the scales, and the channel of one use.
 
     Args:
       scaling: A tree of `DenseScaling`s.
@@ -238,7 +238,7 @@ def use_of(tree: Any, number: Any, runs: Any = True) -> Any:
     Args:
       tree: The tree.
       number: Number of the use.
-      runs: Whether to count the use. Its backward pass runs anyway, with gradients of 0.
+      runs: Whether to count the use. If False, its backward pass runs anyway, with gradients of 0.
     """
 
     def own(leaf: Any) -> Any:
@@ -251,7 +251,7 @@ def use_of(tree: Any, number: Any, runs: Any = True) -> Any:
 def map_channels(
     f: Callable[[Channel], Any], tree: Any, rest: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Any:
-    """Apply a function to each `Channel` in a tree, and another one to the rest of its leaves."""
+    """Apply a function to each `Channel` in a tree, and another function to all other leaves."""
 
     def is_channel(node: Any) -> bool:
         return isinstance(node, Channel)
@@ -262,7 +262,7 @@ def map_channels(
 
 
 def stack(*reports: Any) -> Any:
-    """Stack the reports of several calls, as `seen` or `sent` of an update."""
+    """Stack the reports of several calls. The result can be `seen` or `sent` of `update`."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports)
 
 
@@ -270,14 +270,14 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
     """Update each history and scale once, from the reports of all uses since the last update.
 
     A matmul without a backward pass has a counter of 0: its layer is frozen, or was skipped. Then
-    the scale and the history of its gradient do not change. The scale and the history of an input
-    or a kernel do not change if its largest value over all uses is 0, as without a forward pass.
+    the scale and the history of its gradient do not change. Without a forward pass, the scales and
+    histories of its input and kernel do not change either.
 
     Args:
       recipe: The recipe.
       scaling: A tree of `DenseScaling`s.
-      seen: The states that the blocks returned. Leading dims are uses.
-      sent: Gradient of the channel. Leading dims are uses.
+      seen: The states that the blocks returned. Leading dims have one index per use.
+      sent: Gradient of the channel. Leading dims have one index per use.
 
     Returns:
       The new tree. Inside `jit` no error can be raised. So a matmul whose counter is not valid gets
@@ -308,10 +308,11 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
         valid = jnp.stack([count == 1 for count in counts.values()]).all(axis=0)
 
         def tensor(old: TensorScaling, amax: Any, dtype: str) -> TensorScaling:
-            # The maximum of all uses: one scale must fit each microbatch and each example.
+            # Take the maximum of all uses: one scale must fit each microbatch and each example.
             amax = _over_uses(jnp.max, amax, old.scale)
             if any(explicit_entries(amax) or ()):
-                # Each stage of a pipeline reports its own layers, and all devices have all scales.
+                # Each stage of a pipeline reports only its own layers, but every device has all
+                # scales.
                 mesh = jax.typeof(amax).sharding.mesh
                 amax = jax.reshard(amax, NamedSharding(mesh, PartitionSpec()))
             stays = unused & (amax == 0)

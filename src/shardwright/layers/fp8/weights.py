@@ -1,4 +1,4 @@
-"""Gather a quantized weight: as fp8, and with the transposed gather for its gradient."""
+"""Gather quantized weights in fp8, and scatter their gradients by the transpose of this gather."""
 
 from __future__ import annotations
 
@@ -59,16 +59,17 @@ def stored(value: Any, spec: ArraySpec, *, path: str | None = None) -> Stored:
 
     Args:
       value: The array, as stored.
-      spec: Its spec. A leading LAYERS dim that a scan has taken away is not part of the spec.
+      spec: Spec of the weight. A leading LAYERS dim that a scan has taken away is not part of the
+        spec.
       path: Its path in the model, required if the strategy has `[[tensors]]` entries.
     """
     return Stored(value=value, weight=StoredKernel(axes=spec.axes, shape=spec.shape, path=path))
 
 
 def store(manager: Any, x: Scaled, weight: StoredKernel) -> Scaled:
-    """Constrain a quantized weight to its stored sharding, so that it is gathered afterwards.
+    """Constrain a quantized weight to its stored sharding, so that the gather sends fp8.
 
-    A shard inside of a `shard_map` is stored already.
+    Inside of a `shard_map`, a shard of a weight already has this sharding.
     """
     options = {"role": Role.PARAM, "path": weight.path, "manager": manager}
     if manager is None or is_shard(weight.shape, weight.axes, **options):
@@ -85,7 +86,7 @@ def store(manager: Any, x: Scaled, weight: StoredKernel) -> Scaled:
 
 
 def gather(manager: Any, x: Scaled, weight: StoredKernel) -> Scaled:
-    """Gather a quantized weight into the sharding of its use. Without a manager, return it."""
+    """Gather a quantized weight into the sharding of its use. Without a manager, return `x`."""
     if manager is None:
         return x
 
@@ -128,7 +129,7 @@ def scatter(manager: Any, grad: Any, like: Any, weight: StoredKernel) -> Any:
 
 
 def _through_bits(f: Any, value: Any, manager: Any) -> Any:
-    """Apply a function that only moves data to an fp8 array.
+    """Apply a function to an fp8 array. The function only moves data between devices.
 
     XLA for CPU has no fp8 collectives: it would convert the array to float16. So on CPU, the bits
     are moved as uint8. The barriers keep XLA from moving the bitcasts past the collective.
@@ -159,7 +160,7 @@ def check_blocks(
       manager: The ambient manager, or None.
       annotation: Annotation of the array, or None.
       shape: Global shape. Inside `shard_map`, the local shape.
-      dim: The dim.
+      dim: The contracted dim.
       name: Name of the array, for the message.
       role: Activation or param.
       mode: Runtime mode.

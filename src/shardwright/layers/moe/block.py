@@ -173,14 +173,15 @@ def apply(
       config: The MoE layer.
       params: Arrays as `specs(config)` describes them, stored as the manager shards parameters.
       x: Tokens, (BATCH, QUERY_LENGTH, EMBED) or flattened to (BATCH, EMBED). Inside a `shard_map`,
-        pass a shard of each.
-      keys: Not used, because the layer has no randomness. It is an argument because every block has
-        it.
+        x is a shard of the tokens.
+      keys: Not used, because the layer has no randomness. All blocks have this argument, so that
+        they are called alike.
       state: State of the router. Defaults to a state without a bias.
       path: Path of `params` in the model, required if the strategy has `[[tensors]]` entries.
       mode: Runtime mode. Defaults to the manager's.
       valid: bool of the shape of x without EMBED, False for padding. A False row takes no slot and
-        does not count in the statistics and the losses. Its y is 0. None: all are tokens.
+        does not count in the statistics and the losses. The y of the row is 0. None: all rows are
+        tokens.
 
     Returns:
       (y, state). y has the shape of x, in `config.dtypes.output`. The state has the same bias and
@@ -217,7 +218,7 @@ def apply(
         # EXPERT, still shard the weights inside the `shard_map`, by `_USED_AS`.
         params = manager.gather(params, specs(config), path=path, mode=mode)
         axes = _token_axes(x.shape)
-        # The sums are over all devices, so they leave the `shard_map` replicated.
+        # The sums are over all devices, so they are replicated outside of the `shard_map`.
         totals = {"load": (EMPTY,), "losses": (EMPTY,)} if config.has_loss else {"load": (EMPTY,)}
         in_axes = (
             {name: _USED_AS[name] for name in params},
@@ -349,9 +350,9 @@ def _choose(
 def _check_capacity(
     config: MoEConfig, dispatch: Dispatch, manager: PartitionManager, mode: str | None
 ) -> None:
-    """Check that CAPACITY is sharded over all mesh axes of the tokens that do not shard experts."""
-    # Only the mesh axes of the resolution are read. So any number of rows that is a multiple of
-    # the number of devices will do.
+    """Check that CAPACITY is sharded over each mesh axis that shards tokens but not experts."""
+    # Only the mesh axes of the resolution are read, so the number of rows does not matter, as long
+    # as it is a multiple of the number of devices.
     rows = max(dispatch.slots, 1) * math.prod(manager.mesh.axis_sizes)
     shape = (config.experts, rows, config.embed)
     capacity = manager.explain((EXPERT, CAPACITY, EMBED), mode=mode, shape=shape)
@@ -476,7 +477,7 @@ def _shared(config: MoEConfig, dispatch: Dispatch, params: Any, tokens: Any) -> 
 def _sums(
     config: MoEConfig, dispatch: Dispatch, routes: Routes, slots: ExpertSlots
 ) -> dict[str, Any]:
-    """Return the sums over all tokens that the statistics need.
+    """Return the sums that the statistics need, over all tokens.
 
     This is one all-reduce of integers, and one of floats if the router has a loss.
     """

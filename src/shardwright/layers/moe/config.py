@@ -29,7 +29,7 @@ NO_RECIPE: Final = passes(
     "is given, and experts are not computed in fp8",
     fix="leave {name} out here; attention and MLPs of the same stack can have a recipe",
 )
-# For these activations f(0) is not 0. A token of zeros then has other gradients than an empty slot.
+# For these activations f(0) is not 0. So a token of zeros has other gradients than an empty slot.
 NOT_ZERO_AT_ZERO: Final = ("sigmoid", "clamped_linear")
 
 
@@ -191,8 +191,8 @@ def specs(config: MoEConfig) -> dict[str, ArraySpec]:
     """
     init = jax.nn.initializers.lecun_normal
     embed, hidden, experts = config.embed, config.hidden, config.experts
-    # Without `batch_axis`, the initializer would count the experts as inputs, and scale by their
-    # number.
+    # Without `batch_axis`, the initializer would count the experts as inputs too, and return too
+    # small weights.
     into = init(in_axis=-2, out_axis=-1, batch_axis=0)
 
     def expert(shape: tuple[int, ...], axes: Any) -> ArraySpec:

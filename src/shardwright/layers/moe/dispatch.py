@@ -47,7 +47,7 @@ def assign_slots(picked: Any, *, experts: int, slots: int) -> ExpertSlots:
     load, rank = _rank(flat, experts)
     # Padding has the expert number `experts`, which `load` does not count. `is_kept` hides it.
     is_copy = flat < experts
-    # A copy's slot is its distance from the first copy of its expert.
+    # A copy's slot is its rank minus the rank of the first copy for the same expert.
     slot = rank - (jnp.cumsum(load) - load)[flat]
     total = experts * slots
     is_kept = is_copy & (slot < slots)
@@ -82,7 +82,7 @@ def _outside(total: int, flat: Any) -> Any:
 def _rank(flat: Any, experts: int) -> tuple[Any, Any]:
     """Return the load of each expert, and the rank of each copy in a sort by expert."""
     load = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
-    # A stable sort keeps the order of the tokens, so a full expert drops the last ones, in every
+    # A stable sort keeps the order of the tokens, so a full expert drops the last tokens, in every
     # run.
     order = jnp.argsort(flat, stable=True)
     place = jnp.arange(flat.size, dtype=jnp.int32)

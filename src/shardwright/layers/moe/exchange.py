@@ -3,8 +3,8 @@
 `slots` is an all-to-all of all slots, also of the empty ones. `ragged` sends only the rows that
 tokens fill. The devices first exchange the numbers of rows, by an all-gather of one number per
 expert. Then each device sends its rows by one `jax.lax.ragged_all_to_all`. XLA for CPU does not
-have that collective. On CPUs, its *twin* pads the rows for each receiver and sends them by an
-all-to-all. The results of the twin are equal to those of the collective.
+have that collective. On CPUs, a function of this file, the *twin* of the collective, pads the rows
+for each receiver and sends them by an all-to-all. Both have equal results.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def plan_routes(loads: Any, device: Any) -> tuple[ExpertRoute, ExpertRoute]:
       device: Index of the device.
     """
     devices, experts = loads.shape
-    # [senders, receivers]. A sender's rows are sorted by expert, so by receiver. A receiver's
-    # buffer is sorted by sender.
+    # [senders, receivers]. A sender's rows are sorted by expert, and so by receiver too. A
+    # receiver's buffer is sorted by sender.
     sizes = loads.reshape(devices, devices, experts // devices).sum(-1)
     in_sender = jnp.cumsum(sizes, axis=1) - sizes
     in_receiver = jnp.cumsum(sizes, axis=0) - sizes

@@ -30,7 +30,7 @@ class ExpertMatmul:
     Attributes:
       name: "padded" or "ragged".
       why: The reason for this choice.
-      rows: Rows that all experts of the device multiply.
+      rows: Number of rows that all experts of the device together multiply.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Routing: which experts each token goes to, and with which weights. All in float32."""
+"""Routing: which experts each token goes to, and with which weights, computed in float32."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Routes:
 
 
 def route(config: MoEConfig, router: Any, bias: Any, x: Any, is_token: Any = None) -> Routes:
-    """Pick the experts of each token. Equal scores go to the expert with the lower index.
+    """Pick the experts of each token. Of equal scores, the lower expert index wins.
 
     Args:
       config: The MoE layer.
@@ -58,7 +58,7 @@ def route(config: MoEConfig, router: Any, bias: Any, x: Any, is_token: Any = Non
     _, experts = jax.lax.top_k(_in_best_groups(config, preferred), config.per_token)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.normalize and config.score == "softmax" and bias is None:
-        # the best scores, so the sum is never tiny
+        # these are the best scores of a softmax, so their sum is never tiny
         weights = weights / weights.sum(-1, keepdims=True)
     elif config.normalize:
         weights = shares(weights, jnp.take_along_axis(logs, experts, axis=-1))
