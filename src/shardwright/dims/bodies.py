@@ -13,7 +13,7 @@ from shardwright import _jax
 class Runs(enum.Enum):
     """How often an equation runs a jaxpr."""
 
-    ONCE = "once"  # one of several branches
+    ONCE = "once"  # a call, or one of several branches
     EACH_ROUND = "each round"
     BEFORE_EACH_ROUND = "before each round"  # the condition of a `while`
 
@@ -110,5 +110,5 @@ def _of_while(parameters: Any, count: int) -> tuple[Body, Body]:
 
 
 def _open(jaxpr: Any) -> Any:
-    """Return an open jaxpr, without the constants of a closed one."""
+    """Return the open jaxpr of a closed one. Return an open jaxpr unchanged."""
     return getattr(jaxpr, "jaxpr", jaxpr)

@@ -299,7 +299,7 @@ def ragged_dot(
 def gather(
     table: DimSizes, index: DimSizes, result: DimSizes, numbers: Any, slices: tuple[int, ...]
 ) -> Correspondence:
-    """Return how the dims of a gather correspond: table dims read whole, and dims of indices."""
+    """Return how the dims of a gather correspond. Result dims are table dims or index dims."""
     sizes = [*table, *index, *result]
     tables = [(dim,) for dim in range(len(table))]
     indices = [(len(table) + dim,) for dim in range(len(index))]
@@ -329,7 +329,7 @@ def gather(
 def scatter(
     table: DimSizes, index: DimSizes, update: DimSizes, numbers: Any, role: FactorRole
 ) -> Correspondence:
-    """Return how the dims of a scatter correspond: dims written whole, and dims of the indices.
+    """Return how the dims of a scatter correspond. Update dims are table dims or index dims.
 
     Args:
       table: Shape of the operand.

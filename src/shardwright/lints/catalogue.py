@@ -48,7 +48,8 @@ def lint(strategy: Any, tensors: Any = None, *, mesh: Any = None) -> tuple[Findi
       tensors: Tree of `ArraySpec`s or annotations, or a list of `Tensor`s. With it, rules are
         compared with what a model uses.
       mesh: A `Mesh`, an `AbstractMesh`, a mapping of mesh axis to size, a `MeshSpec`, or text such
-        as `"dcn.dp:2,dp:4,tp:4"`. Defaults to the strategy's own, as far as its sizes are known.
+        as `"dcn.dp:2,dp:4,tp:4"`. Defaults to the mesh of the strategy. A size of -1 is then
+        unknown.
 
     Raises:
       StrategyError: `strategy` is not a `Strategy`, or the tree has leaves that are not
@@ -73,7 +74,7 @@ def lint(strategy: Any, tensors: Any = None, *, mesh: Any = None) -> tuple[Findi
         mesh = mesh_sizes(mesh)
     try:
         subject = make_subject(strategy, tree, mesh)
-    except ShardingError as error:  # the rules do not compile; the mesh and the tree have been read
+    except ShardingError as error:  # the rules do not compile; mesh and tree are valid
         return tuple(from_problem(problem) for problem in error.problems)
     # Equal findings are listed once. `sorted` is stable, so the order of LINTS stays within a
     # severity.

@@ -169,9 +169,9 @@ def _inherited(subject: Subject, table: KeyPath, axis: str) -> Rule | None:
     chain += [("params",), ("rules",)] if inner else [("rules",)]
     tables: Mapping[KeyPath, Mapping[str, Rule]] = subject.tables
     rule = next((tables[path][axis] for path in chain if axis in tables.get(path, {})), None)
-    # A table of weights inherits no default. In a weight layout, the written rule of a parallelism
-    # axis wins over the rule of the semantic axis, even if the written rule equals the default
-    # rule.
+    # A table `[modes.M.params]` inherits no default rule. In a weight layout, the written rule of a
+    # parallelism axis wins over the rule of the semantic axis, even if the written rule equals the
+    # default rule.
     return rule if rule is not None or inner else default_rule(axis)
 
 

@@ -82,7 +82,7 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """File, line and key path, without those that are unknown."""
+        """File, line and key path, as far as they are known."""
         return f"{self.source} {self.key}".strip()
 
     def to_json(self) -> dict[str, Any]:

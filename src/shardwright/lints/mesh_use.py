@@ -70,8 +70,8 @@ def unknown_mesh_axes(subject: Subject) -> Iterator[Finding]:
 def swapped_letters(subject: Subject) -> Iterator[Finding]:
     """Yield mesh axes whose name has the letters of a standard one in another order: `fdsp`.
 
-    Names of two letters are skipped, because `ps` is rarely meant as `sp`. Mesh axes that no rule
-    names are left to `idle_mesh_axes`.
+    Names of two letters are skipped, because `ps` is rarely meant as `sp`. `idle_mesh_axes` reports
+    mesh axes that are in no rule.
     """
     for axis in subject.rules.named_mesh_axes() if subject.own_mesh else ():
         for name in STANDARD_MESH_AXES:

@@ -229,7 +229,7 @@ def _without_rule(decision: DimDecision) -> list[str]:
 
 
 def unused_tensors(subject: Subject) -> Iterator[Finding]:
-    """Yield `[[tensors]]` entries that match no weight, and rules that match none with the axis."""
+    """Yield `[[tensors]]` entries that match no weight, and their rules that apply to none."""
     weights = [tensor for tensor in subject.tensors or () if role_of(tensor) is Role.PARAM]
     if not weights:
         return

@@ -72,7 +72,7 @@ def create_mesh(
       MeshSpecError: The mesh cannot be read, or the sizes do not fit the devices or the slices.
     """
     spec = parse_mesh(axis_dims, axis_names, dcn=dcn)
-    # Names and types are checked before the devices are read, which starts the backend.
+    # Check names and types before reading the devices, because that starts the backend.
     types = resolve_axis_types(spec.names, axis_types)
     chosen = _devices(devices, backend)
     spec = resolve_sizes(spec, len(chosen), hint=_more_devices(spec, chosen))
@@ -82,7 +82,7 @@ def create_mesh(
 
 
 def get_jax_mesh(axis_dims: str, names: Sequence[str] = ("x", "y", "z")) -> Mesh:
-    """Build a mesh from text. This starts the backend. `create_mesh` reads more forms.
+    """Build a mesh from text. This starts the backend. `create_mesh` also reads other forms.
 
     Args:
       axis_dims: `"2,-1,4"` in the order of `names`, where missing sizes at the end are 1; or

@@ -184,7 +184,7 @@ def _parse_text(
 
 
 def _word_faults(word: str, named: bool) -> list[tuple[str, str]]:
-    """Return what is wrong with a word, and the fix, each as (what, fix).
+    """Return the faults of a word, each as (what, fix).
 
     A word must be `name:size`, or a size in a text without names.
     """

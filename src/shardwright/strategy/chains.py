@@ -171,7 +171,7 @@ def overlaid(
     begins. Names that `base` does not have come last.
 
     Returns:
-      The entries as an array, and the source of each.
+      The entries as an array, and the source of each entry.
     """
     upper = entries_of(name, over, above)
     names = {entry.name for entry in upper}

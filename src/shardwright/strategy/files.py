@@ -124,7 +124,7 @@ def parse(text: str, *, format: str, source: str, example: str = '{"version": 1}
     except ShardingError:
         raise
     except tomllib.TOMLDecodeError as error:
-        # `tomllib` gives no numbers for an error "at end of document", so point at the last column.
+        # `tomllib` gives no line and column for an error "at end of document", so point at the end.
         rows = text.rstrip("\n").split("\n")
         match = re.search(r"at line (\d+), column (\d+)", str(error))
         row, column = map(int, match.groups()) if match else (len(rows), len(rows[-1]) + 1)
@@ -226,12 +226,12 @@ def _toml_key(key: str) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    # TOML escapes text as JSON does, except that DEL must be escaped.
+    # TOML escapes text as JSON does, but DEL must be escaped too.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def write(path: Path, data: Mapping[str, Any], *, overwrite: bool = True) -> Path:
-    """Write data to a file atomically, in the format that the ending of its name says."""
+    """Write data to a file atomically. The ending of the file's name decides the format."""
     format = path.suffix.lstrip(".")
     _check_format(format, path.name)
     return write_text(path, render(data, format=format), overwrite=overwrite)

@@ -16,7 +16,7 @@ from typing import Any
 from shardwright.errors import Problem, StrategyError, raise_problems
 from shardwright.strategy.origin import KeyPath, KeySources, problem_at, source_of
 
-# Far below Python's limit of 1,000 nested calls, because merging and writing are recursive.
+# Merging and writing are recursive, so this is far below Python's limit of 1,000 nested calls.
 DEEPEST = 64
 # The largest size of a dim in JAX and XLA. An array with more elements cannot be addressed.
 MOST_ELEMENTS = 2**63 - 1

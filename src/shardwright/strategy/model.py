@@ -367,7 +367,7 @@ class Strategy(BaseModel):
             super().__init__(**data)
         except ValidationError as error:
             problems += problems_of(error, type(self), origin)
-        # The base may declare the names of an overlay, so check the combined strategy instead.
+        # The base may declare names that an overlay uses, so check the combined strategy instead.
         found = () if is_overlay else check.data_problems(data, origin)
         raise_problems(first_problems(itertools.chain(problems, found)))
         self._origin = origin
@@ -382,7 +382,9 @@ class Strategy(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Strategy:
-        """Read a `.toml` or `.json` file. If it has a `base`, overlay it on this strategy.
+        """Read a `.toml` or `.json` file.
+
+        If the file has the key `base`, it is an overlay on the strategy that `base` names.
 
         Raises:
           ShardingError: The file does not exist, does not parse, or has problems.

@@ -193,7 +193,7 @@ def annotate_parts(
 class LowRank:
     """A low-rank pair of a weight: `x @ a @ b` is added to `x @ weight` (LoRA, Hu et al. 2021).
 
-    The pair is a node of a tree.
+    The pair is a pytree node.
 
     Attributes:
       a: Matrix from the weight's inputs to the rank.
@@ -228,7 +228,7 @@ def low_rank(
       path: Path of the weight. Required if a `[[tensors]]` entry may match it.
 
     Raises:
-      RankMismatchError: No inputs or no outputs are left.
+      RankMismatchError: The weight would have no input dims or no output dims.
       StrategyError: The weight is not an `ArraySpec`; it is a stack of layers or experts and
         `leading` does not include that dim; the rank is below 1; or the dtype is not a float.
     """

@@ -1,4 +1,4 @@
-"""Annotate optimizer state: find the parameter, and the dims of it, that each array follows.
+"""Annotate optimizer state: find the dims of a parameter that each array follows.
 
 An array with the path and the shape of a parameter is sharded like that parameter. Some
 transformations keep other arrays: sums over a dim, a history, or one statistic for all parameters.
@@ -157,7 +157,7 @@ def _known_nodes(state: Any, prefix: Path = ()) -> Iterator[tuple[Path, str]]:
 
 
 def changes_dims(state: Any) -> bool:
-    """Tell whether a state has factored moments, whose dims are not those of their parameters."""
+    """Tell whether a state has arrays, such as factored moments, without a parameter's dims."""
     return any(kind in _DIMS_BY_FIELD for _, kind in _known_nodes(state))
 
 

@@ -255,7 +255,7 @@ def as_annotation(value: Any) -> Any:
     """
     if type(value) is tuple and is_annotation(value):
         return value
-    # An instance of a layout is a tuple too.
+    # An instance of a layout is a tuple too, and stays as it is.
     if isinstance(value, (list, tuple)) and not is_layout(value):
         return _frozen(value)
     if is_annotation(value):

@@ -62,7 +62,7 @@ def read_integer(
 def integer_faults(
     name: str, value: Any, *, least: int, most: int | None, fix: str
 ) -> list[tuple[str, str]]:
-    """Return a list of the fault of argument `name` and its fix, or [] if the value is valid."""
+    """Return the faults of the integer argument `name`, each with its fix. A valid one has none."""
     integer = as_integer(value)
     if integer is not None and least <= integer and (most is None or integer <= most):
         return []

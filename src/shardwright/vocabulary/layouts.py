@@ -212,7 +212,7 @@ class AttnQSharding(DynamicShardingAxes):
 
 
 class AttnKVSharding(DynamicShardingAxes):
-    """Keys and values that attention reads `[batch, kv_length, kv_heads, head_dim]`."""
+    """Keys and values that attention reads, `[batch, kv_length, kv_heads, head_dim]`."""
 
     axes = (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM)
     mode = 1

@@ -253,8 +253,8 @@ def as_shape(shape: Any) -> tuple[int, ...]:
             sizes = tuple(each if is_symbolic(each) else operator.index(each) for each in shape)
         except TypeError:
             raise RankMismatchError(f"{quoted(shape)} is not a shape", fix=_SHAPE_FIX) from error
-        # It may be unknown whether a symbolic size is negative, and the comparison would raise an
-        # error. So check only the static sizes.
+        # If it is unknown whether a symbolic size is negative, the comparison would raise an error.
+        # So check only the static sizes.
         static = tuple(size for size in sizes if type(size) is int)
     if min(static, default=0) < 0:
         raise RankMismatchError(f"{sizes} has a negative size", fix=_SHAPE_FIX)
@@ -328,7 +328,8 @@ def mode_of_layout(mode: str | int, shape: Sequence[int] | None) -> str:
         raise RankMismatchError(f"{what}the array has shape {tuple(shape)}", fix="pass mode=")
     size = shape[mode]
     try:
-        # `size == 1` is False for a symbolic size of unknown value. The comparisons raise an error.
+        # For a symbolic size of unknown value, `size == 1` is False, but `>=` and `<` raise an
+        # error.
         return MODE_TRAIN if size >= 2 or size < 1 else MODE_DECODE
     except _jax.Inconclusive as error:
         raise ShapeRequiredError(f"{what}{size} may be 1 or not", fix="pass mode=") from error

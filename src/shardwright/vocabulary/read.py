@@ -158,7 +158,7 @@ RATE: Final = FieldKind(_read_rate)
 def array(*shapes: tuple[int, ...], dtype: Any, layout: str = "", cast: str = "") -> FieldKind:
     """Return the kind of a field that takes arrays.
 
-    An array must have one of the shapes. Its dtype must be `dtype`, or in the class `dtype`.
+    An array must have one of the shapes. `dtype` is its dtype, or a class such as `jnp.floating`.
 
     `layout` is the fix of a wrong shape, `cast` the fix of a wrong dtype.
     """
