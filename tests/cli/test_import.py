@@ -129,7 +129,7 @@ def test_levanter_with_an_override(folder: Path) -> None:
     assert sw.Strategy.loads(out).params["length"] == "replica+data"
     code, _, err = run("import levanter gpt2.yaml --vocabulary --name heads=KV_HEAD", folder)
     assert code == 2
-    what = 'kv_head = "-" and heads = "model" (gpt2.yaml:3) cannot be one axis in one role'
+    what = 'kv_head = "-" and heads = "model" (gpt2.yaml:3) cannot be the same axis in one role'
     assert what in " ".join(err.split())
     code, _, err = run("import levanter gpt2.yaml --name mlp=MLP_INTERMEDIATE:param", folder)
     assert code == 2

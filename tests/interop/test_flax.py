@@ -455,7 +455,7 @@ def test_nn_unbox_of_moments_is_refused() -> None:
             fix="interop.flax",
         ) as caught:
             jax.jit(nn.unbox)(box)
-        assert "call arrays of interop.flax" in caught.value.fix
+        assert "call interop.flax.arrays" in caught.value.fix
         assert bridge.arrays(box).shape == (32,)
         history = box.replace_boxed(jnp.ones((10, 32, 64)))
         with raises(

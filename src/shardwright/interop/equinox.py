@@ -26,9 +26,9 @@ def annotate(model: Any, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -
     """Return the annotation of each array of `arrays(model)`, chosen by its path, as a tree.
 
     Args:
-      model: A tree of equinox, or what `equinox.filter_eval_shape` returns for such a tree.
-      rules: Pattern of a path -> annotation, as `sw.match_paths` takes them. The content of a file
-        with the text of `Inferred.toml()` is such a mapping.
+      model: A model of equinox, or its shapes from `equinox.filter_eval_shape`.
+      rules: Pattern of a path -> annotation, as for `sw.match_paths`. A file with the text of
+        `Inferred.toml()` has such a mapping as its content.
 
     Raises:
       StrategyError: An array matches no rule, a rule matches no array, or a pattern or an
@@ -40,7 +40,7 @@ def annotate(model: Any, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -
     >>> annotate(model, {"layers/0/weight": up, "layers/1/weight": down}).layers[0].weight
     ('__MLP_INTERMEDIATE__', '__EMBED__')
     """
-    # A mapping from TOML keeps the order of the file, in which the first match wins.
+    # The first match wins. A mapping that is read from TOML keeps the order of its file.
     pairs = rules.items() if isinstance(rules, Mapping) else rules
     matched = match_paths(arrays(model), pairs)
     if matched.unused:
@@ -58,25 +58,24 @@ def infer(
     own_axes: Iterable[str] = (),
     strict: bool = False,
 ) -> Inferred:
-    """Infer the axes of each array of a model from one trace of it. Nothing is computed.
+    """Trace a model once, and infer the axes of each of its arrays. Nothing is computed.
 
     Args:
-      model: A callable tree of equinox, or what `equinox.filter_eval_shape` returns for such a
-        tree.
+      model: A model of equinox, or its shapes from `equinox.filter_eval_shape`.
       *inputs: Arguments of `call` after the model: trees of arrays or of their shapes.
       seeds: The axes of each array of the inputs, such as `[(BATCH, LENGTH), None]`.
-      call: Function of the model and the inputs. Defaults to `model(*inputs)`. Models of equinox
-        often take one example: `lambda model, tokens: jax.vmap(model)(tokens)`.
+      call: Function of the model and the inputs. Defaults to `model(*inputs)`. For a batch, a model
+        that takes one example needs `lambda model, tokens: jax.vmap(model)(tokens)`.
       sizes: Size -> axis, from the model's config.
       own_axes: Axes of your own that `seeds` and `sizes` name, such as `strategy.axes`.
-      strict: Raise an error for conflicts, open dims and guesses.
+      strict: Whether a dim without a name, with two names or with a guessed name is an error.
 
     Returns:
       An `Inferred`. Its `annotations` have the structure of the model.
 
     Raises:
-      StrategyError: There are not as many seeds as arrays. With `strict`, a dim is open, is a
-        guess, or has two names.
+      StrategyError: There are not as many seeds as arrays. With `strict`, a dim has no name, two
+        names or a guessed name.
       UnknownAxisError: See `sw.infer_axes`.
 
     >>> import equinox as eqx, jax, shardwright as sw
@@ -104,9 +103,10 @@ def place(model: Any, pm: "PartitionManager", annotations: Any) -> Any:
     """Return a model with its arrays placed as parameters. Other leaves are not changed.
 
     Args:
-      model: A tree of equinox.
+      model: A model of equinox.
       pm: The manager.
-      annotations: Annotations of its arrays: from `annotate`, or `infer(...).annotations`.
+      annotations: Annotations of the model's arrays: the result of `annotate`, or
+        `infer(...).annotations`.
 
     Raises:
       StrategyError: `pm` is not a manager.

@@ -1,9 +1,9 @@
 """The names of fjformer's `partition_utils`, for code that uses them.
 
-The functions constrain by specs written by hand, choose specs by path, move metrics to the host,
-and make PRNG keys per call. `shard`, `match_paths` and `PartitionManager.shardings` constrain
-arrays and choose specs more strictly. With the functions of this module, a code base can migrate
-line by line.
+The functions constrain arrays by hand-written specs, choose specs by path, move metrics to the
+host, and make a PRNG key for each call. `shard`, `match_paths` and `PartitionManager.shardings`
+constrain arrays and choose specs more strictly. With the functions of this module, a code base can
+migrate line by line.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
     """Constrain an array or a tree of arrays, if the current mesh has all mesh axes of the specs.
 
     Otherwise return the arrays unchanged. So one model runs on any mesh, and without a mesh. But a
-    mistyped mesh axis is ignored too, while `shard` raises an error for it. A spec longer than its
-    array and a dim that does not divide are errors, as for `shard`. The function works on Auto and
-    Explicit axes, eagerly and in a trace. Inside `shard_map` the Manual axes are left out.
+    mistyped mesh axis is ignored too, while `shard` raises an error for it. As for `shard`, a spec
+    that is longer than its array is an error, and so is a dim that does not divide. The function
+    works on Auto and Explicit axes, eagerly and in a trace. Inside `shard_map`, Manual axes are
+    left out of the specs.
 
     Args:
       x: Arrays.
@@ -103,7 +104,7 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
 
     Raises:
       StrategyError: A leaf is not a spec.
-      ValueError: The trees do not fit.
+      ValueError: The tree of specs does not fit the tree of arrays.
       RankMismatchError, IndivisibleError, AxisConflictError: Specs do not fit their arrays. The
         error lists all such arrays.
     """
@@ -113,8 +114,8 @@ def with_sharding_constraint(x: Any, partition_specs: Any) -> Any:
     # on a laptop.
     if mesh is None or not current_mesh_has(*get_names_from_partition_spec(partition_specs)):
         return x
-    # A `PartitionSpec` is a leaf, and covers all arrays below its place.
-    # A list of copies flattens to one spec for each array.
+    # A `PartitionSpec` is a leaf. Replace it by a list of copies, one for each array that it
+    # covers, so that flattening gives one spec for each array.
     covering = jax.tree.leaves(
         jax.tree.map(lambda spec, part: [spec] * len(jax.tree.leaves(part)), partition_specs, x)
     )
@@ -177,13 +178,14 @@ def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
     semantic axes with the role param. Specs are used as written.
 
     Args:
-      rules: In order of precedence; patterns are searched (`re.search`).
+      rules: The rules, in order of precedence. Patterns are searched (`re.search`).
       params: Arrays, or anything else with a shape.
 
     Raises:
       StrategyError: No rule matches a path (all such paths are reported), or a pattern is invalid.
-        (It is a ValueError.)
-      RankMismatchError: A spec is longer than its array, as for factored moments of an optimizer.
+        A StrategyError is a ValueError.
+      RankMismatchError: A spec is longer than its array. Factored moments of an optimizer, for
+        example, have fewer dims than their parameters.
       NoManagerError: A rule has semantic axes, and there is no ambient manager.
       ShardingError: Axes do not resolve.
     """
@@ -241,13 +243,13 @@ def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Pro
 
 
 def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> tuple[Any, Any]:
-    """Return two trees of functions: to place an array on the mesh, and to move it to the host.
+    """Return two trees of functions: shard functions and gather functions.
 
     A shard function casts the array, places it as its spec says, and waits until it is placed. A
     gather function casts the array and returns all of its values as a NumPy array. If several
     processes hold the values, every process must call the function. `tree_apply(fns, tree)` calls
-    all functions of a tree. The mesh is the current mesh when the functions are created. If there
-    is no mesh with devices then, a function uses the current mesh at its call.
+    all functions of a tree. The functions use the mesh that is current when they are created. If
+    there is none with devices, a function uses the mesh that is current when it is called.
 
     Args:
       partition_specs: A tree of `PartitionSpec`s, or of `NamedSharding`s, which have a mesh.
@@ -255,8 +257,9 @@ def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> 
         of anything with a `dtype`, casts each leaf to its dtype.
 
     Raises:
-      StrategyError: A leaf is not a spec, or a dtype has 64 bits without x64. A call of a function
-        raises this error if values do not fit into the 32 bits that JAX uses instead of 64.
+      StrategyError: A leaf is not a spec, or a dtype has 64 bits while `jax_enable_x64` is off. A
+        call of a function raises this error if values do not fit into the 32 bits that JAX then
+        uses.
       TypeError, ValueError: A leaf is not a dtype, or the trees differ.
       NoManagerError: (From a call.) There is no mesh.
       ShardingError: (From a call.) A spec does not fit the array.
@@ -300,7 +303,7 @@ def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
     return [functools.partial(_cast, dtype=dtype) for dtype in dtypes]
 
 
-# Types of leaves that name a dtype. All other leaves of a tree of dtypes have a dtype.
+# Types of leaves that are a dtype or its name. Other leaves of a tree of dtypes have a `dtype`.
 _DTYPES = (str, type, np.dtype)
 
 
@@ -435,15 +438,15 @@ def tree_apply(fns: Any, tree: Any) -> Any:
     >>> tree_apply({"a": abs, "b": str}, {"a": -1, "b": -1})
     {'a': 1, 'b': '-1'}
     """
-    # The tree comes first, so that a function never gets a whole subtree.
+    # Map over `tree` and not over `fns`, so that a function never gets a whole subtree.
     return jax.tree.map(lambda leaf, fn: fn(leaf), tree, fns)
 
 
 def get_weight_decay_mask(exclusions: Sequence[str]) -> Callable[[Any], Any]:
     """Return a function for `optax.add_decayed_weights(mask=...)`.
 
-    It maps parameters to a tree of bools: False (no decay) where `re.search` finds one of the
-    patterns in the "/"-joined path, else True.
+    The returned function maps parameters to a tree of bools: False (no decay) if `re.search` finds
+    one of the patterns in the "/"-joined path, else True.
 
     Raises:
       StrategyError: A pattern is invalid, or `exclusions` is one string.
@@ -473,8 +476,8 @@ def wrap_function_with_rng(rng: Any) -> Callable[[Callable[..., Any]], Callable[
     All functions that one decorator decorates share the stored key.
 
     Raises:
-      StrategyError: (From a call.) The call is inside a trace, and the key was created outside.
-        Every run of the compiled program would use the same key.
+      StrategyError: (From a call.) The call is inside a trace, and the key was created outside of
+        it. So every run of the compiled program would use the same key.
 
     >>> @wrap_function_with_rng(jax.random.key(0))
     ... def noise(key, shape):
@@ -515,14 +518,14 @@ def get_metrics(metrics: Any, unreplicate: bool = False, stack: bool = False) ->
     """Move metrics to the host: a dict of floats, or with `stack` a dict of NumPy arrays.
 
     Args:
-      metrics: A dict of scalars; with `stack`, a list of such dicts, one per step, which may be
+      metrics: A dict of scalars. With `stack`, a list with one dict per step; these dicts may be
         nested.
       unreplicate: Whether metrics have a leading axis of replicas. If so, the metrics of the first
         replica are returned.
       stack: Whether to stack the steps along a new leading axis.
 
     Raises:
-      StrategyError: A scalar is text; or there are no steps to stack, or they have different
+      StrategyError: A scalar is text. Or, with `stack`, there are no steps, or steps have different
         metrics.
       TypeError, ValueError: A metric is not a real scalar; or steps do not stack.
 

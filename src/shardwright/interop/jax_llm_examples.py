@@ -104,7 +104,7 @@ def to_strategy(
     ruled = {name for name, _ in pairs}
     own_axes = tuple(own_axes)
     given = read_names(names, own_axes, are_imported=True)
-    # Keep the names that the model has: `NAMES` has the fields of all models.
+    # Keep only the names that this model has: `NAMES` has the fields of all models.
     known = {name: target for name, target in given.items() if name in ruled}
     return logical_rules.to_strategy(
         pairs, mesh=mesh, names=known, semantics="strict", source=places, own_axes=own_axes
@@ -120,16 +120,16 @@ def rules(
 ) -> Any:
     """Return the sharding rules of a model, with the mesh axes that a manager gives each name.
 
-    The model's own constraints then follow the strategy. A field holds the mesh axes of one
-    candidate, the first candidate of its rule that fits. It cannot hold the later candidates, which
-    a strategy tries after a conflict.
+    The model's own constraints then follow the strategy. A field of `ShardingRules` has the mesh
+    axes of the first candidate of its rule that fits. A field has no fallback: a strategy would try
+    the later candidates after a conflict, but the model does not.
 
     Args:
       pm: The manager.
       rules: The class `ShardingRules` of the model, or an instance of it.
       names: Name of a field -> (axis, role), or an axis that has one rule for both roles. Every
         field of the class must be in `names`.
-      sizes: Name of a field -> size of its dims, for rules that depend on the size.
+      sizes: Name of a field -> size of the dims with this name, for rules that depend on the size.
 
     Raises:
       UnknownAxisError: The class has fields that are not in `names`. All are reported at once.
@@ -150,12 +150,12 @@ def annotate(tree: Any, names: Names = NAMES) -> Any:
     """Return a tree of `ArraySpec`s: shape, dtype, axes and initializer of each `ArrayInfo`.
 
     `pm.shardings`, `pm.abstract` and `pm.init` accept the result unchanged. As in JAX, the last
-    dims are replicated if an array has too few names. If an array has one name twice, these dims
-    are replicated, because JAX would refuse any other rule for that name.
+    dims are replicated if an array has too few names. If an array has one name twice, both dims are
+    replicated, because JAX would refuse any other rule for that name.
 
     Args:
       tree: The result of a model's `abstract(cfg)`.
-      names: Name -> (axis, role), or an axis. None in the `logical_axes` of an array is replicated.
+      names: Name -> (axis, role), or an axis. A dim with None in `logical_axes` is replicated.
 
     Raises:
       UnknownAxisError: Arrays have names that are not in `names`; all are reported at once.

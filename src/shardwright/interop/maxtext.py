@@ -24,8 +24,8 @@ from shardwright.interop.logical_rules import (
 )
 from shardwright.vocabulary.integers import as_integer
 
-# MaxText's attention and decoder layers use these names in one mode only. Each pair has the name
-# that other modes use, and the mode. If the rules lack that name, the next pair is used.
+# MaxText's attention and decoder layers use these names in one mode only. A pair is (the name that
+# other modes use instead, this mode). If the rules lack the name of a pair, the next pair is used.
 MODES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "prefill_activation_length": (("activation_length", "prefill"),),
     "prefill_activation_norm_length": (("activation_norm_length", "prefill"),),
@@ -79,7 +79,7 @@ DIFFUSION_NAMES: Names = {
     "conv_out": ("CHANNEL_OUT", "param"),
 }
 
-# The mesh axes of MaxText. Rules may name mesh axes that a mesh lacks. These count as size 1.
+# The mesh axes of MaxText. If a rule names one of them and the mesh lacks it, it counts as size 1.
 _MESH_AXES = (
     *("attn_dp", "attn_dp_expert", "autoregressive", "context", "context_autoregressive"),
     *("context_usp_ulysses", "data", "diloco", "expert", "fsdp", "fsdp_transpose", "model"),
@@ -88,10 +88,10 @@ _MESH_AXES = (
 _RULES = "logical_axis_rules"
 _OVERRIDE = "override_logical_axis_rules"
 _CUSTOM = "custom_mesh_and_rule"
-# The keys that a custom file may replace.
+# The keys that the file of `custom_mesh_and_rule` may replace.
 _REPLACED = ("mesh_axes", _RULES, "data_sharding")
 _INPUTS = "input_data_sharding_logical_axes"
-# Mesh axes whose sizes have keys of another name.
+# Mesh axis -> the name in the keys of its sizes, if that is not the name of the axis.
 _PARALLELISM = {"stage": "pipeline", "model": "tensor"}
 _KEYS = {
     *(*_REPLACED, _OVERRIDE, _CUSTOM, _INPUTS, REPLICATED_NAMES),
@@ -120,13 +120,14 @@ def to_strategy(
 ) -> Imported:
     """Turn a configuration of MaxText into a strategy with the same mesh and the same specs.
 
-    As in MaxText, a `base_config` is read first. Then the file of the model (`model_name`) and
-    `overrides` are applied, in this order. Rules in these files and in `overrides` replace earlier
-    rules of the same name; with `override_logical_axis_rules`, they replace all earlier rules.
-    Finally, the file of `custom_mesh_and_rule` replaces mesh and rules. Each file is searched for
-    beside the configuration and in the folders above. If MaxText uses a name in one mode only, its
-    rule becomes a rule of that mode. If a rule names a mesh axis of MaxText that the mesh lacks,
-    this axis gets size 1. The additional key `replicated` lists names that no rule mentions.
+    As in MaxText, these are applied in this order: the `base_config`, the configuration, the file
+    of the model (`model_name`), and `overrides`. Rules of the configuration replace all rules of
+    the `base_config`. Rules of the model and of `overrides` replace earlier rules of the same name;
+    with `override_logical_axis_rules`, they replace all earlier rules. Finally, the file of
+    `custom_mesh_and_rule` replaces mesh and rules. Each file is searched for beside the
+    configuration and in the folders above. If MaxText uses a name in one mode only, the rule of
+    this name becomes a rule of that mode. If a rule names a mesh axis of MaxText that the mesh
+    lacks, this axis gets size 1. The additional key `replicated` lists names that no rule mentions.
 
     Args:
       config: Path of a YAML file, or the content of the file.
@@ -303,20 +304,20 @@ def _find(name: str, folder: Path | None) -> Path | None:
 
 
 def _axes(*layers: Mapping[str, Any]) -> list[str]:
-    """Return the `mesh_axes` of the last file that has this key."""
+    """Return the `mesh_axes` of the last layer that has this key."""
     written = [layer["mesh_axes"] for layer in layers if "mesh_axes" in layer]
     is_list = bool(written) and isinstance(written[-1], (list, tuple))
     return [str(axis) for axis in written[-1]] if is_list else []
 
 
 def _keys(axis: str) -> Iterator[str]:
-    """Return the keys of the sizes of a mesh axis, inside a slice and across slices."""
+    """Yield the two keys that size a mesh axis: inside a slice, then across slices."""
     for network in ("ici", "dcn"):
         yield f"{network}_{_PARALLELISM.get(axis, axis)}_parallelism"
 
 
 def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the total size of each mesh axis, and the parts that cross slices.
+    """Return the total size of each mesh axis, and its size across slices if that is above 1.
 
     Raises:
       StrategyError: There are no mesh axes, or sizes are invalid.
@@ -397,6 +398,6 @@ def _filled(across: Mapping[str, int], slices: int) -> dict[str, int]:
         sizes = ", ".join(f"{axis}={size}" for axis, size in across.items() if size != 1)
         what = f"the dcn sizes {sizes or 'are all 1, which'} do not fit {slices} slices"
         raise StrategyError(
-            what, fix=f"make the product of the dcn sizes {slices}; one size may be -1"
+            what, fix=f"choose dcn sizes whose product is {slices}; one size may be -1"
         )
     return {axis: slices // known if size == -1 else size for axis, size in across.items()}

@@ -485,7 +485,7 @@ def test_outer_keys_fill_what_text_config_lacks(tmp_path: Path) -> None:
     sizes = nested(tmp_path, text, **outer, quantization_config={"quant_method": "fp8"})
     assert (sizes.dtypes.param, sizes.tied, sizes.embed) == (jnp.float32, True, 64)
     assert any("unquantized; the model's are fp8" in note for note in sizes.notes)
-    assert any("hidden_size 64: text_config has none: outside" in note for note in sizes.notes)
+    assert any("hidden_size 64: not in text_config, but outside" in note for note in sizes.notes)
     inside = {"tie_word_embeddings": False, "dtype": "float16", "hidden_size": 128}
     sizes = nested(tmp_path, text | inside, **outer)
     assert (sizes.dtypes.param, sizes.tied, sizes.embed) == (jnp.float16, False, 128)

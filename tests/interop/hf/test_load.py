@@ -365,10 +365,10 @@ def test_index_and_files_that_differ(tmp_path: Path) -> None:
     text = str(caught.value)
     assert "6 problems" in text
     for file in ("../model.safetensors", "..", ""):
-        assert f"names {file!r}, which is not a name of a file" in text
+        assert f"names {file!r}, which is not the name of a file" in text
     assert "absent.safetensors does not exist" in text
-    assert f"model.layers.9.mlp.up_proj.weight: {lost} lacks it" in text
-    assert f"model.norm.weight: {lost} has it, but" in text
+    assert f"model.layers.9.mlp.up_proj.weight: {lost} lacks this tensor" in text
+    assert f"model.norm.weight: {lost} has this tensor, but" in text
 
 
 @pytest.mark.usefixtures("unread")
@@ -472,7 +472,7 @@ def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
         ),
     ) as caught:
         hf.load(tmp_path, pm)
-    assert "axes= of hf.read and hf.load gives a tensor other axes" in caught.value.__notes__[0]
+    assert "pass axes= to hf.read or hf.load" in caught.value.__notes__[0]
 
 
 def test_dtypes_that_cannot_be_read(tmp_path: Path) -> None:

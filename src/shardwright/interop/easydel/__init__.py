@@ -1,6 +1,7 @@
 """The names of EasyDeL's attention operator and modeling utilities, for code that uses them.
 
-Each name keeps its signature and calls this library: caches, attention, layers.
+Each function and class keeps the signature that it has in EasyDeL. Inside, it uses the caches,
+attention and layers of shardwright.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from shardwright.interop.easydel.quantized_dot import quantized_dot_general as q
 if not TYPE_CHECKING:  # so that type checkers still report unknown names
 
     def __getattr__(name: str) -> Any:
-        # Imported on first use, because its base is a class of flax.
+        # Import the class on its first use, because it is derived from a class of flax.
         if name != "BaseJAXAttentionModule":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:

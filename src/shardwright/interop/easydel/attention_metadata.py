@@ -44,14 +44,14 @@ from shardwright.vocabulary.axes import (
 )
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_TRAIN, parse_mode
 
-# The attributes of a model configuration that give the size of an axis.
+# Axis -> the attribute of a model configuration that has its size.
 _CONFIG_SIZES = {
     HEAD: "num_attention_heads",
     KV_HEAD: "num_key_value_heads",
     HEAD_DIM: "head_dim",
     KV_HEAD_DIM: "head_dim",
 }
-# The default of EasyDeL. It means that the rules decide the mesh axis of the sequence.
+# EasyDeL's default of `sequence_axis_name`: the rules decide the mesh axis of the sequence.
 _ANY_SEQUENCE_AXIS = "sp"
 
 
@@ -78,14 +78,14 @@ class AttentionMetadata:
         configuration, else to float32.
       runtime_softmax_dtype: Must have at most 32 bits; softmax is always float32. Defaults to
         `attn_softmax_dtype` of the configuration, else to float32.
-      sequence_axis_name: The mesh axis over which the rules shard the sequence. Another axis than
-        that of the rules is an error. The default, "sp", is not checked.
+      sequence_axis_name: The mesh axis over which the rules shard the sequence. It is an error if
+        the rules have another one. The default, "sp", is not checked.
       mesh: Defaults to that of the ambient manager, else to the ambient mesh.
-      platform: Must equal `backend`, which is the default.
+      platform: Must equal `backend`. Defaults to `backend`.
       backend: "cpu", "gpu" or "tpu". Defaults to the current backend.
       partition_axis: Rules as attributes. Defaults to `PartitionAxis()`.
-      partition_manager: Rules and mesh. By default, a manager of `partition_axis` and `mesh` if one
-        of the two is given, else the ambient manager.
+      partition_manager: Rules and mesh. If `partition_axis` or `mesh` is given, defaults to a
+        manager built from them, else to the ambient manager.
       base_config: The configuration of a model: any object with attributes.
       scan_ring_attention: Run ring attention as a `lax.scan` instead of unrolled. Defaults to True.
       softmax_scale: Factor of the logits. None means `1 / sqrt(head_dim)`.
@@ -107,7 +107,7 @@ class AttentionMetadata:
     backend: Any = NOT_GIVEN
     partition_axis: Any = NOT_GIVEN
     partition_manager: Any = NOT_GIVEN
-    # Not compared: the metadata is static under jit, and a configuration may not be hashable.
+    # Not compared and not hashed: jit hashes the metadata, and a configuration may be unhashable.
     base_config: Any = dataclasses.field(default=None, compare=False, repr=False)
     scan_ring_attention: Any = NOT_GIVEN
     softmax_scale: Any = NOT_GIVEN
@@ -117,7 +117,7 @@ class AttentionMetadata:
     blocksize_b: Any = NOT_GIVEN
 
     def __post_init__(self) -> None:
-        # None means the default here, while NOT_GIVEN lets the configuration decide.
+        # For this attribute, None means the same as NOT_GIVEN: the configuration decides.
         if self.runtime_softmax_dtype is None:
             object.__setattr__(self, "runtime_softmax_dtype", NOT_GIVEN)
         for name, default, pickup_name in (
@@ -174,7 +174,7 @@ class AttentionMetadata:
 
     def _set_manager(self) -> None:
         entered = context.current()
-        # An ambient manager has rules of its own, which must not replace those that are given.
+        # An ambient manager has its own rules and mesh. They must not replace what is given.
         has_rules = self._is_given("partition_axis") or self._is_given("mesh")
         self.set_attrs_carefully(
             "partition_manager", entered if entered is not None and not has_rules else NOT_GIVEN
@@ -233,7 +233,7 @@ class AttentionMetadata:
     def from_config(
         cls, config: Any, softmax_scale: float | None, dropout_prob: float = 0.0
     ) -> AttentionMetadata:
-        """Return metadata. Attributes that are not given come from a configuration."""
+        """Return metadata whose other attributes are read from a configuration."""
         return cls(
             NOT_GIVEN, base_config=config, softmax_scale=softmax_scale, dropout_prob=dropout_prob
         )
@@ -252,11 +252,11 @@ class AttentionMetadata:
 
         Args:
           mode: Runtime mode.
-          BTHD: Whether arrays are `[batch, length, heads, head_dim]`, or else
+          BTHD: True if arrays are `[batch, length, heads, head_dim]`, False if they are
             `[batch, heads, length, head_dim]`.
           qkv_mni_sharding: Whether k and v are already repeated to the number of heads of q.
-          sizes: Axis -> size; heads and head_dim are also read from `base_config`. An axis of size
-            1 of the bias or the mask is not sharded. An unknown size counts as divisible.
+          sizes: Axis -> size; heads and head_dim are also read from `base_config`. In the bias and
+            the mask, a dim of size 1 is not sharded. An unknown size counts as divisible.
 
         Raises:
           ShapeRequiredError: The sharding of an axis depends on its size, which is unknown.
@@ -291,7 +291,7 @@ class AttentionMetadata:
         query = tuple(
             self._size(axis, known, mode) for axis in (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM)
         )
-        # Keys that are repeated already have the heads of the queries.
+        # Repeated keys have as many heads as the queries.
         heads = (HEAD, HEAD_DIM) if qkv_mni_sharding else (KV_HEAD, KV_HEAD_DIM)
         key = tuple(self._size(axis, known, mode) for axis in (BATCH, KV_LENGTH, *heads))
         return resolve_joint(
@@ -310,7 +310,7 @@ class AttentionMetadata:
         """Return the size of an axis; if unknown, a size that every number of shards divides."""
         if axis in known:
             return known[axis]
-        # raises an error if the axis needs a size to be sharded
+        # This call raises an error if the sharding of the axis depends on its size.
         self.partition_manager.mesh_axes(axis, mode=mode)
         # Every number of shards divides the number of devices.
         return self.partition_manager.mesh.size
@@ -373,17 +373,17 @@ class AttentionMetadata:
         """Return JSON text, without the configuration; `kwargs` go to `json.dumps`.
 
         Raises:
-          AttentionError: The manager has other rules than those of `partition_axis`, and JSON would
-            lose these rules.
+          AttentionError: The manager has rules that `partition_axis` does not have, so JSON would
+            lose them.
         """
-        # A strategy from a file has more than `partition_axis`. JSON would lose the rest.
+        # A strategy from a file may have more than the rules of a `PartitionAxis`.
         if self.partition_manager != PartitionManager(self.partition_axis, mesh=self.mesh):
             what = "JSON holds only partition_axis, and the manager has other rules"
             raise AttentionError(
                 what,
                 path="partition_manager",
-                fix="keep the strategy in its file, and after from_json, give its manager to "
-                "replace(partition_manager=...)",
+                fix="keep the strategy in its file; after from_json, call "
+                "replace(partition_manager=...) with a manager of this strategy",
             )
         axis = {
             name: value
@@ -407,7 +407,7 @@ class AttentionMetadata:
 
     @classmethod
     def from_json(cls, text: str) -> AttentionMetadata:
-        """Return the metadata from the text of `to_json`, on a mesh of local devices.
+        """Return the metadata from the text of `to_json`, on a mesh of the devices at hand.
 
         This starts the backend.
         """
@@ -525,5 +525,5 @@ def get_mode(q: Any, BTHD: bool = True, *, mode: str | None = None) -> str:  # n
     """Return `mode` if it is given. Otherwise return decode for a single query, else train."""
     if mode is not None:
         return parse_mode(mode)
-    # Like EasyDeL, take a single query for a decode step.
+    # Like EasyDeL, assume that a call with a single query is a decode step.
     return MODE_DECODE if q.shape[1 if BTHD else 2] == 1 else MODE_TRAIN

@@ -39,7 +39,7 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
     - `cache_index`: int32, the number of tokens so far;
     - `cache_refused`: `[batch]` int8, the codes of `caches.Refusal` of the last call.
 
-    The first call only creates the variables; the length of its keys is the capacity.
+    The first call only creates the variables. The length of the keys in this call is the capacity.
 
     This module differs from EasyDeL's module in these points:
 
@@ -84,7 +84,7 @@ class BaseJAXAttentionModule(_Module):  # type: ignore[misc]
         Raises:
           LayerError: The shapes do not fit together.
           CacheError: The shapes of keys and values do not fit the cache. Or, outside `jit`, there
-            are more tokens than the cache has rows left.
+            are more new tokens than free rows in the cache.
         """
         # As in `flax.linen.MultiHeadDotProductAttention`, the first call sets the capacity.
         initialized = self.has_variable("cache", "cached_key")
@@ -131,8 +131,8 @@ def _append(
     capacity, q_length = cache.spec.capacity, key.shape[1]
     mask = _mask(mask, batch=cache.batch, q_length=q_length, capacity=capacity)
     change = cache.append(key, value)
-    # Inside a trace the refusals are tracers, so nothing can be raised here. `cache_refused` keeps
-    # them for the caller.
+    # Inside a trace, the refusals are tracers, so nothing can be raised here. `cache_refused` keeps
+    # the refusals for the caller.
     if not _jax.in_trace():
         change.require()
     view, index = change.cache.view(), variables["cache_index"]
@@ -148,7 +148,7 @@ def _append(
     variables["cache_refused"].value = change.refused
     filled = jnp.arange(capacity, dtype=jnp.int32)[None] < change.cache.length[:, None]
     filled = ambient_sharding(mode).place(filled & written[:, None], (BATCH, KV_LENGTH))
-    # The new rows are visible to all queries of this call, because the caller's mask is causal.
+    # Here, all queries of this call see all new rows. The caller's mask hides the later tokens.
     visible = jnp.broadcast_to(filled[:, None, None], (cache.batch, 1, q_length, capacity))
     k, v = view.dequantized(str(key.dtype))
     return k, v, visible if mask is None else visible & mask
@@ -228,7 +228,8 @@ def _mask(mask: Any, *, batch: int, q_length: int, capacity: int) -> Any:
 def _manager(config: Any) -> Iterator[str | None]:
     """Yield the mode in which the cache is sharded, or None if the configuration does not shard it.
 
-    If no manager is ambient, enter one of the configuration's `partition_axis` and mesh.
+    If no manager is ambient, enter a manager that has the `partition_axis` and the mesh of the
+    configuration.
     """
     if not config.use_sharded_kv_caching:
         yield None

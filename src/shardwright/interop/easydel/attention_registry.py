@@ -1,8 +1,8 @@
-"""EasyDeL's implementation classes of attention, as an adapter of `attention.register`.
+"""EasyDeL's classes for implementations of attention, as an adapter of `attention.register`.
 
-A class has a name, a `supports` that checks a call before anything is traced, and for each backend
-a forward that takes global arrays. When the class is registered, an `attention.Implementation` with
-its functions is registered too.
+A class has a name, a method `supports`, and a `forward_*` method for each backend. `supports`
+checks a call before anything is traced. The `forward_*` methods take global arrays. When a class is
+registered, an `attention.Implementation` with its methods is registered too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AttentionImpl(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def supports(cls, call: AttentionCall) -> tuple[str, ...]:
-        """Return why a call cannot be served; see `attention.Implementation`."""
+        """Return the reasons why a call cannot be served; see `attention.Implementation`."""
 
     @classmethod
     def inner(cls, call: AttentionCall) -> str:
@@ -161,7 +161,7 @@ class AttentionImpl(abc.ABC):
 
     @staticmethod
     def _split_attention_mask(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return two bool arrays: which queries see a key, and which keys a query sees.
+        """Return two bool arrays: whether a query sees any key, and whether any query sees a key.
 
         The mask has the shape `[..., q, kv]`.
         """
@@ -216,18 +216,19 @@ class AttentionRegistry:
                     f"the name {name!r} belongs to {other.__qualname__}",
                     fix="give the implementation another name",
                 )
-        # Call this first: if it refuses a name of the library, nothing is changed here.
+        # Call this first: it raises an error for a name that shardwright uses itself. Then nothing
+        # is changed here.
         core.register(implementation.value())
-        # A new dict, so that a thread that reads the old one is not disturbed.
+        # Make a new dict, because another thread may be reading the old one.
         cls._known = {**cls._known, **dict.fromkeys(names, implementation)}
         return implementation
 
     @classmethod
     def get(cls, name: str) -> type[AttentionImpl]:
-        """Return the class of a name. An implementation of shardwright is wrapped in a class.
+        """Return the class with a name. An implementation of shardwright is wrapped in a class.
 
         Raises:
-          AttentionError: (a ValueError) The name is unknown; the message suggests another.
+          AttentionError: (a ValueError) The name is unknown. The message suggests a known name.
         """
         # `_class_of` makes a class for an implementation that was registered without one.
         return cls._known.get(name) or _class_of(core.find(name))
@@ -247,7 +248,7 @@ def _source(cls: type) -> tuple[str, str]:
     return cls.__module__, cls.__qualname__
 
 
-# One class for each implementation, so that `get` returns the same class each time.
+# Cache one class for each implementation, so that `get` returns the same class each time.
 @functools.cache
 def _class_of(implementation: Implementation) -> type[AttentionImpl]:
     """Return a class that wraps an implementation of shardwright."""

@@ -25,8 +25,8 @@ names_in_mesh = current_mesh_has
 def get_gradient_checkpoint_policy(name: str) -> Callable[..., Any]:
     """Return the policy of `jax.checkpoint_policies` with this name.
 
-    Pass it to `jax.checkpoint(f, policy=...)`. Names that begin with `save_` give factories. Call
-    the factory with names, or with two policies, to get the policy.
+    Pass the policy to `jax.checkpoint(f, policy=...)`. If the name begins with `save_`, the result
+    is a factory. Call the factory with names, or with two policies, to get a policy.
 
     Raises:
       LayerError: The name is unknown. (It is a ValueError.)
@@ -69,7 +69,7 @@ def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> A
     Args:
       *args: Arrays and numbers; None is ignored. If `dtype` is None, the result is their common
         dtype (`jax.numpy.result_type`). If the result must be inexact and the common dtype is not,
-        it is promoted with float32.
+        the common dtype is promoted with float32.
       dtype: Returned unchanged, if given.
       inexact: Whether the result must be a float or complex dtype, as for a mean or a norm.
 
@@ -125,7 +125,7 @@ def apply_rotary_pos_emb(tensor: jax.Array, sin_: jax.Array, cos_: jax.Array) ->
 
     Args:
       tensor: Queries or keys, `[batch, heads, length, head_dim]`. The dim order of `layers.rope` is
-        an error, but it cannot be detected if the tensor has as many rows as the tables.
+        an error. It is detected only if dim 1 is as long as the tables, and dim 2 is shorter.
       sin_: `[batch or 1, heads or 1, length or more, head_dim]`.
       cos_: Like `sin_`.
 
@@ -210,7 +210,7 @@ class TrainDotGeneral:
         preferred_element_type: Any = None,
         out_sharding: Any = None,
     ) -> Any:
-        """Compute the product; see `quantized_dot_general`. `precision` is ignored for integers."""
+        """Compute the dot; see `quantized_dot_general`. `precision` is ignored for integers."""
         return quantized_dot_general(
             lhs,
             rhs,
@@ -234,7 +234,7 @@ class DotGeneralClass:
     mode: str
 
     def __call__(self) -> Any:
-        """Return the dot product."""
+        """Return a `dot_general` for the mode."""
         if self.mode == "train":
             return TrainDotGeneral(bits=self.bits)
         try:
@@ -243,7 +243,7 @@ class DotGeneralClass:
             raise LayerError(
                 f"mode {self.mode!r} keeps weights in a flax module, and flax is not installed",
                 fix="pip install flax; or, without flax, call quantize(w, shared=...) once, and "
-                "quantized_dot_general(x, quantized, ...) for each product",
+                "quantized_dot_general(x, quantized, ...) for each matmul",
             ) from error
         return QuantizedDotGeneral(bits=self.bits, convert=self.mode == "convert")
 
@@ -253,9 +253,9 @@ def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dic
 
     Use it as `nn.Dense(8, **get_dot_general_by_bits(8))`. The modes are:
 
-    - train: quantizes both operands in every call, and the dot products of the gradients too
-      (straight-through). It does not need flax: `get_dot_general_by_bits(8)["dot_general_cls"]()`
-      is a `dot_general` for any library.
+    - train: quantizes both operands in every call, and does the same in the dot products of the
+      gradients (straight-through). It does not need flax:
+      `get_dot_general_by_bits(8)["dot_general_cls"]()` is a `dot_general` for any library.
     - convert: also stores the quantized kernel of each layer in a collection of flax variables.
     - serve: uses the stored kernels. The program then does not read the float kernels.
 

@@ -56,12 +56,12 @@ def check_bits(bits: object) -> int:
 
 
 def quantize(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantized:
-    """Quantize a float array. Elements along the `shared` dims have one scale.
+    """Quantize a float array. Elements along the `shared` dims share one scale.
 
     The integers are int8 for any number of bits: with fewer bits they are coarser, but take as much
     memory. The scales are float32 (float64 for float64), with size 1 along the shared dims. If a
     value is not finite, the scale of its channel is not finite either, and neither is any result
-    computed from it.
+    computed from that scale.
 
     Args:
       x: Floats.
@@ -94,7 +94,7 @@ def quantize(x: Any, *, shared: Sequence[int], bits: int = 8) -> Quantized:
 def _wide(dtype: Any) -> Any:
     """Return the dtype of scales.
 
-    JAX cannot choose it, because it does not promote 8-bit floats.
+    `jax.numpy.promote_types` cannot choose this dtype, because JAX does not promote 8-bit floats.
     """
     return jnp.dtype(dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32)
 
@@ -171,7 +171,7 @@ class _DotDims:
         return tuple(dim for dim in range(self.ranks[side]) if dim not in taken)
 
     def in_result(self, side: int) -> tuple[int, ...]:
-        """Return the dims of the result that are an operand's free dims."""
+        """Return the dims of the result that come from an operand's free dims."""
         batch, left = len(self.batch[0]), len(self.free(0))
         start = batch + (left if side else 0)
         return tuple(range(start, start + len(self.free(side))))
@@ -187,8 +187,8 @@ class _DotCall:
       dtype: Dtype of the result.
       dtypes: Dtypes of the operands; None for a quantized operand.
       out_sharding: Sharding of the result.
-      specs: Entries of the specs of the operands over Explicit axes, else None. The gradients must
-        have the same specs.
+      specs: For each operand, the entries of its spec if its mesh axes are Explicit, else None. Its
+        gradient must have the same spec.
     """
 
     dims: _DotDims
@@ -214,7 +214,7 @@ def _checked(rhs: Quantized, contract: Sequence[int]) -> Quantized:
     if not is_signed or jax.dtypes.itemsize_bits(value.dtype) > MAX_BITS:
         what = f"holds {value.dtype}, and this dot multiplies signed integers of at most 8 bits"
     elif rhs.zero_point is not None:
-        what = "has zero points, and this dot is symmetric"
+        what = "has zero points, and this dot supports only symmetric quantization"
     elif not jnp.issubdtype(scale.dtype, jnp.floating):
         what = f"has scales of {scale.dtype}, not floats"
     elif not fits:
@@ -267,11 +267,13 @@ def _dot_quantized(left: Quantized, right: Quantized, call: _DotCall) -> Any:
 
 
 def _placed(scale: Any, spec: Any) -> Any:
-    """Reshard scales like the result that they multiply: their own sharding may conflict with it.
+    """Reshard scales like the result that they multiply.
+
+    Otherwise the sharding of the scales may conflict with that of the result.
 
     Args:
       scale: Scales with the rank of the result.
-      spec: Sharding of the result. None: JAX decides.
+      spec: Sharding of the result. If None, JAX decides it.
     """
     if spec is None:
         return scale
@@ -292,14 +294,14 @@ def _like_result(scale: Any, side: int, dims: _DotDims) -> Any:
     order = (*dims.batch[side], *dims.free(side), *dims.contract[side])
     kept = len(order) - len(dims.contract[side])
     moved = jax.lax.squeeze(jax.lax.transpose(scale, order), tuple(range(kept, len(order))))
-    # The scale gets dims of size 1 for the free dims of the other operand in the result.
+    # In the scale, the other operand's free dims have size 1.
     others = len(dims.free(1 - side))
     at = len(dims.batch[side]) if side else kept
     return jax.lax.expand_dims(moved, tuple(range(at, at + others)))
 
 
 def _gradient(g: Any, other: Quantized, side: int, call: _DotCall) -> Any:
-    """Return the cotangent of one operand, given that of the result and the other operand.
+    """Return the cotangent of one operand from the cotangent of the result and the other operand.
 
     Args:
       g: Cotangent of the result.
@@ -320,8 +322,8 @@ def _gradient(g: Any, other: Quantized, side: int, call: _DotCall) -> Any:
         ranks=(g.ndim, dims.ranks[1 - side]),
     )
     quantized = quantize(scaled, shared=back.contract[0], bits=call.bits)
-    # In this dot, the free dims of the other operand are the contracted dims of the forward dot, in
-    # the order of the other operand.
+    # In this dot, the free dims of the other operand are the contracted dims of the forward dot.
+    # They come in the order that they have in the other operand.
     contracted = dims.contract[1 - side]
     meets = [dims.contract[side][contracted.index(dim)] for dim in sorted(contracted)]
     order = (*dims.batch[side], *dims.free(side), *meets)
@@ -339,7 +341,7 @@ def _gradient(g: Any, other: Quantized, side: int, call: _DotCall) -> Any:
 def _integer_dot(left: Any, right: Any, dims: _DotDims, out_sharding: Any) -> Any:
     """Sum products of int8: exactly in int32, or in float32 if so many products could overflow.
 
-    A quantized operand of the caller may hold −128; `quantize` returns at most ±127.
+    `quantize` returns at most ±127, but a quantized operand of the caller may also hold −128.
     """
     products = math.prod(left.shape[dim] for dim in dims.contract[0])
     exact = products * _largest(MAX_BITS) * 2 ** (MAX_BITS - 1) <= jnp.iinfo(jnp.int32).max

@@ -61,7 +61,7 @@ class QuantizedDotGeneral(_Module):  # type: ignore[misc]
 
     def _stored(self, rhs: Any, contract: Any) -> Quantized:
         place = "/".join(self.path)
-        # `init` creates the variables in both modes, so that their shapes are known.
+        # `init` creates the variables even without `convert`, so that their shapes are known.
         write = self.convert or self.is_initializing()
         if write and not self.is_mutable_collection(COLLECTION):
             raise LayerError(
@@ -90,5 +90,5 @@ class QuantizedDotGeneral(_Module):  # type: ignore[misc]
             value.value, scale.value = fresh.value, fresh.scale
         if value.value.shape != rhs.shape:
             what = f"the stored weights have shape {value.value.shape}, the operand {rhs.shape}"
-            raise LayerError(what, path=place, fix="convert the model that is served")
+            raise LayerError(what, path=place, fix="run mode convert with the same model as serve")
         return Quantized(value=value.value, scale=scale.value)

@@ -84,8 +84,8 @@ class PartitionAxis(Attributes):
 
     A value is a mesh axis, a tuple of mesh axes (one dim over several), a parallelism axis such as
     `TP`, or a rule such as `"tp | -"`. None replicates. A `decode_*` attribute has the same kinds
-    of values. The default is `NOT_GIVEN`; a `decode_*` attribute then takes the value of its base.
-    The `decode_*` attributes also apply to insert.
+    of values. If it is not given, it has the value of the attribute without `decode_`. The
+    `decode_*` attributes also apply to insert.
 
     >>> PartitionAxis(tensor_parallel_axis="model").head_axis
     'model'
@@ -178,7 +178,7 @@ class PartitionAxis(Attributes):
     ) -> None:
         """Register an axis for every manager that is built later.
 
-        In a strategy file, `[axes]` declares axes of this file only.
+        In contrast, `[axes]` in a strategy file declares axes for this file only.
 
         Args:
           semantic_axis: Name of the axis.
@@ -190,7 +190,7 @@ class PartitionAxis(Attributes):
           override: Replace the rule of an existing axis.
 
         Raises:
-          StrategyError: The name is empty or exists.
+          StrategyError: The name is empty. Or the axis exists, and `override` is False.
         """
         name = _name(semantic_axis)
         rules = [
@@ -233,8 +233,8 @@ class PartitionAxis(Attributes):
     def get_registered_axes(cls) -> dict[str, dict[str, Any]]:
         """Return the `axis_rule` and `generation_axis_rule` of each registered axis by name.
 
-        The generation rule of an alias is the `decode_*` counterpart of its attribute, if there is
-        one. Otherwise a rule that was not given is `NOT_GIVEN`.
+        If an alias of an attribute was registered without a generation rule, its generation rule is
+        the `decode_*` attribute, if there is one. Any other rule that was not given is `NOT_GIVEN`.
         """
         axes = {}
         for axis in registered_axes():
@@ -298,10 +298,10 @@ class PartitionAxis(Attributes):
         )
 
     def resolve_axis(self, axes: Sequence[Any], mode: str) -> list[Any]:
-        """Return the mesh axes of each entry by the rules alone, without a mesh.
+        """Return the mesh axes that the rules give each entry of `axes`. No mesh is needed.
 
-        The mesh axes of an entry are None, a name or a tuple. If the entry is a list of axes, they
-        are a list.
+        For a list of axes, the mesh axes are a list. For any other entry, they are None, a name or
+        a tuple.
 
         Raises:
           UnknownAxisError, StrategyError: An axis or the mode is unknown.
@@ -330,7 +330,7 @@ class PartitionAxis(Attributes):
 
 
 def written(annotation: Sequence[Any], rules: AxisRules, mode: str) -> list[Any]:
-    """Return the entry of each dim by its rule, for a mesh that has every mesh axis.
+    """Return the spec entry that each dim has by its rule, on a mesh that has every mesh axis.
 
     The rules must be strict, because a lenient policy depends on sizes.
     """
@@ -363,8 +363,8 @@ def without_repeats(entries: Sequence[Any]) -> list[Any]:
     for entry in entries:
         names = tuple(name for name in entry_names(entry) if name not in used)
         used.update(names)
-        # An entry that keeps all names stays as written, because a name differs from a tuple of
-        # that name.
+        # An entry that keeps all names stays as written, because "tp" and ("tp",) are different
+        # entries.
         remaining.append(entry if names == entry_names(entry) else names or None)
     return remaining
 
@@ -419,7 +419,7 @@ def _follow(
         )
     if not isinstance(value, str):
         return value
-    # A mesh axis may have the short name of an axis ("tp"). Then the name is not an alias.
+    # A mesh axis may have the short name of an axis ("tp"). Such a name means the mesh axis.
     name = (
         canonical_axis(value)
         if value.startswith("__") or value in {entry.name for entry in registered.values()}
@@ -444,7 +444,8 @@ def _follow(
     attribute = value if value in ATTRIBUTES else PartitionAxis._SEMANTIC_MAP.get(value)
     if attribute is None:
         return axis._clean(value)
-    # As in eformer's `resolve_axis`, the alias of an attribute has its `decode_*` value too.
+    # As in eformer's `resolve_axis`, an alias of an attribute uses the `decode_*` value of that
+    # attribute.
     if generation and attribute in DECODE_ATTRIBUTES:
         attribute = f"decode_{attribute}"
     return getattr(axis, attribute)

@@ -1,4 +1,4 @@
-"""Errors that also have the class that eformer raises, so that existing `except` clauses work."""
+"""Errors that also have the class of eformer's error, so that existing `except` clauses work."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def get_incontext_mesh(raise_error: bool = True) -> Mesh | AbstractMesh:
     mesh = current_mesh()
     if mesh is None and raise_error:
         raise no_mesh()
-    # Without a mesh, JAX has an empty mesh too.
+    # JAX too has an empty mesh if none is set.
     return mesh if mesh is not None else Mesh(np.empty((), dtype=object), ())
 
 
@@ -56,10 +56,10 @@ def create_mesh(
     """Build a mesh. This starts the backend.
 
     Args:
-      axis_dims: Sizes of the mesh axes, in the order of the mesh. Each includes the part that
-        crosses slices. One size may be -1.
+      axis_dims: Total sizes of the mesh axes, over all slices, in the order of `axis_names`. One
+        size may be -1.
       axis_names: Names of the axes.
-      dcn_mesh_dims: The part of each axis that crosses slices.
+      dcn_mesh_dims: The number of slices that each axis crosses.
       should_sort_granules_by_key: Must be True; slices are always sorted.
       allow_split_physical_axes: Must be True: an axis of the torus is split if the mesh does not
         fit otherwise.
@@ -101,7 +101,8 @@ def create_mesh(
         dims = zip(names, dcn_mesh_dims, strict=True)
         # An axis with the size 1 does not cross slices.
         dcn = {name: size for name, size in dims if size != 1}
-    # A mesh of Manual axes is only for `shard_map`. Its devices have the same order.
+    # Build Manual axes, which only `shard_map` uses, as Auto axes first: the types of the axes do
+    # not change the order of the devices.
     manual = [name for name, kind in types.items() if kind in ("manual", AxisType.Manual)]
     mesh = build.create_mesh(
         axis_dims if isinstance(axis_dims, str) else tuple(axis_dims),

@@ -1,7 +1,7 @@
 """Models of flax linen: read the logical names of variables, and resolve constraints by a strategy.
 
-The model's source does not change. `names` maps each of its logical names to an axis and a role, as
-in `logical_rules`. flax is imported on the first call.
+The model's source does not change. `names` maps each logical name of the model to an axis and a
+role, as in `logical_rules`. flax is imported on the first call.
 """
 
 import contextlib
@@ -32,15 +32,16 @@ if TYPE_CHECKING:
 def annotate(variables: Any, names: Names) -> Any:
     """Return the annotation of each array of `arrays(variables)`, as a tree.
 
-    Names come from the boxes of `with_logical_partitioning` and `with_partitioning`, and from those
-    of nnx modules inside `nnx.bridge.to_linen`. `nn.scan` and `nn.vmap` add names to these boxes.
-    As in flax, the last dims are replicated if a box has too few names. A dim whose name is None or
-    UNCONSTRAINED is replicated, and so is a variable without a box. Factored moments in
-    `opt_state`, as of `optax.adafactor`, follow `params`.
+    Names come from the boxes that flax puts around arrays: those of `with_logical_partitioning` and
+    `with_partitioning`, and those of nnx modules inside `nnx.bridge.to_linen`. `nn.scan` and
+    `nn.vmap` add names to these boxes. As in flax, the last dims are replicated if a box has too
+    few names. A dim whose name is None or UNCONSTRAINED is replicated, and so is a variable without
+    a box. Factored moments in `opt_state`, as of `optax.adafactor`, get the axes of their
+    parameters in `params`.
 
     Args:
-      variables: What `model.init` returns, a `TrainState`, or the shapes of one by
-        `jax.eval_shape`.
+      variables: What `model.init` returns, or a `TrainState`. Shapes from `jax.eval_shape` are
+        enough.
       names: Name in the model -> (axis, role), or an axis for both roles.
 
     Raises:
@@ -82,8 +83,8 @@ def annotate(variables: Any, names: Names) -> Any:
 def place(variables: Any, pm: "PartitionManager", names: Names) -> Any:
     """Return variables without boxes, placed as parameters.
 
-    To create variables that no device could hold, give `jax.jit` the `out_shardings`
-    `pm.shardings(arrays(shapes), annotate(shapes, names))` instead.
+    If one device cannot hold all variables, create them sharded instead: give `jax.jit` the
+    `out_shardings` `pm.shardings(arrays(shapes), annotate(shapes, names))`.
 
     Args:
       variables: What `model.init` returns, or a `TrainState`.
@@ -99,7 +100,8 @@ def place(variables: Any, pm: "PartitionManager", names: Names) -> Any:
 def _factored_moments(variables: Any, names: Names) -> Mapping[str, Any]:
     """Return the annotations of `opt_state` by path, if it has factored moments.
 
-    flax copies the box of a parameter to moments that have fewer dims.
+    The boxes of factored moments cannot be used: flax gives them the box of the parameter, which
+    has more dims.
     """
     params, state = (
         variables.get(name) if isinstance(variables, Mapping) else getattr(variables, name, None)
@@ -116,7 +118,7 @@ def arrays(tree: Any) -> Any:
 
     In `rules`, `nn.unbox` constrains each value by the names of its box. But in the state of an
     optimizer, a moment may have fewer dims than its parameter and still have the box of the
-    parameter, whose names do not fit the moment. Use this function in a function whose
+    parameter, whose names do not fit the moment. So call `arrays` in the jitted function whose
     `out_shardings` place the state.
 
     Args:
@@ -142,8 +144,8 @@ def _names_of(box: Any, place: str, rank: int, problems: list[Problem]) -> tuple
         problems.append(Problem(error=StrategyError, what=what, path=place, fix=fix))
         return ()
     names = names_of_metadata(box.metadata) if is_nnx else tuple(box.names)
-    # `nn.scan` adds no name to a box of nnx, so with fewer names it is unknown which dims they
-    # name.
+    # `nn.scan` adds no name to a box of nnx. So if there are fewer names than dims, nobody knows
+    # which dims have these names.
     if len(names) > rank or (is_nnx and names and len(names) < rank):
         what = f"the box has {len(names)} names {names} for {rank} dims"
         fix = (
@@ -173,13 +175,13 @@ def rules(
     The manager and the rules are part of jit's cache key, so a jitted function is traced again
     under another strategy or other names. flax's own rules are not part of that key.
 
-    flax alone cannot initialize or apply `nn.DenseGeneral` with more than two names in
-    `jax.set_mesh`, because it constrains the flattened kernel. In `rules`, flax constrains the full
-    kernel instead.
+    Without `rules`, flax cannot initialize or apply an `nn.DenseGeneral` that has more than two
+    names under `jax.set_mesh`, because flax constrains the flattened kernel. In `rules`, flax
+    constrains the full kernel instead.
 
-    flax alone replicates a dim whose name has no rule, and an array whose size does not divide. To
-    check each array, the first call of `rules` wraps the function of flax that places a constraint.
-    The check is inactive outside `rules`.
+    Without `rules`, flax replicates a dim whose name has no rule, and an array whose size does not
+    divide. To check each array, the first call of `rules` wraps the function of flax that places a
+    constraint. The check is inactive outside `rules`.
 
     Args:
       pm: The manager.

@@ -2,8 +2,8 @@
 
 `nn.DenseGeneral` calls its initializer with a flattened shape of rank 2, and reshapes the result.
 flax applies the constraint of the names to the flattened array too. If there are more names than
-dims, JAX raises an error. Here, only the reshaped array has the constraint. This file imports flax,
-so `bridge` imports it where it is used.
+flattened dims, JAX raises an error. Here, only the reshaped array has the constraint. This file
+imports flax, so `rules` imports it only when it is called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def kernels_unflattened() -> contextlib.AbstractContextManager[None]:
 
 
 def _intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Call a method, with other initializers if the module is an `nn.DenseGeneral`."""
+    """Call a method. Wrap the initializers of the module if it is an `nn.DenseGeneral`."""
     module = context.module
     # Only `__call__` creates parameters.
     if not isinstance(module, nn.DenseGeneral) or context.method_name != "__call__":
@@ -45,7 +45,7 @@ def _intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
 class _Initializer:
     """An initializer of flattened arrays.
 
-    Two such initializers are equal if they wrap one initializer.
+    Two such initializers are equal if they wrap the same initializer.
     """
 
     init: Any
@@ -59,7 +59,7 @@ class _Initializer:
 class _Flattened(meta.AxisMetadata[Any]):
     """A box around a flattened array.
 
-    When the array is reshaped, the result is the original box around it.
+    When the array is reshaped, the result is the original box around the reshaped array.
     """
 
     box: Any

@@ -114,12 +114,12 @@ def annotate(model: Any, names: Names = NAMES) -> Any:
         fix="pass a model with NamedArrays\n"
         "or let interop.equinox.infer find the axes of a model without names",
     )
-    # `_leaves` yields in JAX's order, so the axes fit the structure of the arrays.
+    # `_leaves` has the order of JAX's leaves, so the axes fit the structure of the arrays.
     return jax.tree.unflatten(jax.tree.structure(values), axes)
 
 
 def arrays(model: Any) -> Any:
-    """Return a model with None for each leaf that is not an array or the shape of an array."""
+    """Return a model with None for each leaf that is neither an array nor a ShapeDtypeStruct."""
     import equinox
 
     kinds = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
@@ -162,10 +162,10 @@ def sizes_of(model: Any) -> dict[str, int]:
 def mappings(
     pm: "PartitionManager", names: Names = NAMES, *, sizes: Mapping[str, int] | None = None
 ) -> Mappings:
-    """Return the axis mappings that have the rules of a manager.
+    """Return the rules of a manager as axis mappings.
 
-    A mapping has one entry per name and no fallbacks: the first mesh axes that fit. If two dims of
-    an array then have one mesh axis in common, haliax raises an error.
+    A mapping has one entry per name: the first candidate of its rule that fits. It has no
+    fallbacks. So if two dims of an array have one mesh axis in common, haliax raises an error.
 
     Args:
       pm: The manager.
@@ -190,9 +190,9 @@ def rules(
     The manager and the mapping are part of jit's cache key, so a jitted function is traced again
     under another strategy or other names. haliax's own mapping is not part of that key.
 
-    haliax alone replicates a dim whose name has no rule, even a misspelled one. To check each
-    array, the first call of `rules` wraps the function of haliax that returns the spec of an array.
-    The check is inactive outside `rules`, and for other mappings.
+    Without `rules`, haliax replicates a dim whose name has no rule, even if the name is misspelled.
+    To check each array, the first call of `rules` wraps the function of haliax that returns the
+    spec of an array. The check is inactive outside `rules`, and for other mappings.
 
     Args:
       pm: The manager.
@@ -226,8 +226,8 @@ def to_strategy(
 ) -> Imported:
     """Turn axis mappings into a strategy with the same specs.
 
-    haliax replicates a name that is in no mapping, even a misspelled one. A strategy raises an
-    error for such a name, unless it is in `replicated`.
+    haliax replicates a dim whose name is in no mapping, even if the name is misspelled. A strategy
+    raises an error for such a name, unless the name is in `replicated`.
 
     Args:
       compute: Axis name -> mesh axes, for activations.
@@ -236,8 +236,8 @@ def to_strategy(
       names: Axis name -> axis. A name that is not in `names` becomes a new axis: `embed` becomes
         `logical_embed`.
       replicated: Axis names that no mapping has.
-      source: Function of a role and a name that returns where the rule is written. `explain` shows
-        it. Defaults to `compute['mlp']` and the like.
+      source: Function of a role and a name. It returns the place of the rule, which `explain`
+        shows. The default gives places such as `compute['mlp']`.
       own_axes: Axes of your own that `names` maps to. The strategy declares them.
 
     Returns:
@@ -274,7 +274,7 @@ def to_strategy(
             # The mapping of parameters comes second. Its names must differ from those of the first
             # mapping.
             entry = name if role is Role.ACTIVATION else f"{name} as param"
-            # A name that one of the mappings lacks is replicated in that role.
+            # If a mapping lacks the name, the name is replicated in the role of that mapping.
             pairs.append((entry, table.get(name)))
             targets[entry] = (axes[name], role)
             table_name = "compute" if role is Role.ACTIVATION else "parameter"
@@ -283,7 +283,7 @@ def to_strategy(
         pairs,
         mesh=mesh,
         names=targets,
-        # As in JAX, two dims of an array with one mesh axis are an error.
+        # As in JAX, it is an error if two dims of an array have the same mesh axis.
         semantics="strict",
         source=places,
         own_axes=[*own_axes, *axes.values()],
@@ -298,7 +298,7 @@ def to_strategy(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _NamedLeaf:
-    """An array of a model, or the tree in a `NamedArray`; `names` is None without names."""
+    """An array of a model, or the tree in a `NamedArray`. If it has no names, `names` is None."""
 
     path: str
     value: Any
@@ -350,7 +350,7 @@ def _axes_of(leaf: _NamedLeaf, names: Names, problems: list[Problem]) -> list[An
 def _mapping(
     pm: "PartitionManager", names: Names, role: Role, sizes: Mapping[str, int] | None
 ) -> dict[str, str | tuple[str, ...]]:
-    """Return the mapping of one role. A name that is replicated has no entry."""
+    """Return the mapping of one role. It has no entry for a name that is replicated."""
     check_names(names)
     targets: dict[str, tuple[str, Role]] = {}
     for name, target in names.items():

@@ -19,8 +19,8 @@ from shardwright.interop.logical_rules import Imported, read_yaml_tree, resized
 from shardwright.vocabulary.axes import Role
 from shardwright.vocabulary.integers import as_integer
 
-# The type of each value, as text and as a function. For keys of names, None means that the key is
-# absent.
+# A type of values: its text in messages, and a function that tells whether a value has this type.
+# The types of names and tables accept None, which means that the key is absent.
 _Kind = tuple[str, Callable[[Any], bool]]
 
 
@@ -58,7 +58,8 @@ _DEFAULTS: Final[Mapping[str, tuple[Any, _Kind]]] = {
     "model_axis_size": (1, _COUNT),
     "replica_dcn_axis_size": (1, _COUNT),
 }
-# The mesh axes inside a slice and across slices. `trainer.mesh` may add others.
+# The default sizes of levanter's mesh axes, inside a slice and across slices. `trainer.mesh` may
+# add other mesh axes.
 _AXES: Final = {"data": -1, "replica": 1, "model": 1}
 _DCN_AXES: Final = {"replica_dcn": -1}
 _SHARED: Final = {"mlp": "model", "heads": "model"}
@@ -69,8 +70,8 @@ _MESH_KEYS: Final = (
     "batch_axis_name",
 )
 _INHERITED: Final = (
-    "parameters have the mappings of trainer.mesh.shared_mapping too; in the first versions with "
-    "trainer.mesh, they had those of param_mapping alone"
+    "the mapping of parameters includes trainer.mesh.shared_mapping; in the first versions of "
+    "levanter with trainer.mesh, it had only param_mapping"
 )
 # Path of keys -> where the value is written.
 _Places = Mapping[tuple[str, ...], str]
@@ -128,11 +129,11 @@ def to_strategy(
       own_axes: Axes of your own that `names` maps to. The strategy declares them.
 
     Raises:
-      StrategyError: The file cannot be read, or a key is unknown or has a wrong value; all keys are
-        reported at once.
+      StrategyError: The file cannot be read, or a key is unknown or has a wrong value; all such
+        keys are reported at once.
       UnknownAxisError: `names` maps to axes that are neither in the vocabulary nor in `own_axes`;
         all are reported at once.
-      MissingMeshAxisError: A mapping names other mesh axes; all are reported at once.
+      MissingMeshAxisError: A mapping names mesh axes that the mesh lacks; all are reported at once.
 
     >>> trainer = {"tensor_parallel_axes": ["mlp", "heads"], "model_axis_size": 4}
     >>> imported = to_strategy({"trainer": trainer})
@@ -149,7 +150,7 @@ def to_strategy(
     imported = from_mappings(
         {name: entry.mesh_axes for name, entry in settings.compute.items()},
         {name: entry.mesh_axes for name, entry in settings.parameter.items()},
-        # The rules do not depend on sizes, and -1 is not a size. `resized` sets the sizes.
+        # The rules do not depend on sizes, so every size is 1 here. `resized` sets the sizes.
         mesh=dict.fromkeys(settings.mesh, 1),
         names=names,
         replicated=replicated,
@@ -189,7 +190,7 @@ def _settings(config: Any, overrides: Mapping[str, Any]) -> _Settings:
         return _read_trainer(trainer, own, places, source)
     older = [key for key in (*trainer, *(key[0] for key in given)) if key in _DEFAULTS]
     if older:
-        what = f"the trainer has mesh, and so {', '.join(older)} of older versions has no effect"
+        what = f"older keys have no effect in a trainer that has mesh: {', '.join(older)}"
         raise StrategyError(
             what, path=source, fix="move these keys to trainer.mesh, or remove them"
         )
@@ -200,7 +201,7 @@ def _settings(config: Any, overrides: Mapping[str, Any]) -> _Settings:
 def _read_trainer(
     given: Mapping[str, Any], overrides: Mapping[str, Any], places: _Places, source: str
 ) -> _Settings:
-    """Return the settings of a trainer of an older version."""
+    """Return the settings of a trainer that has the keys of older versions."""
     values = {key: default for key, (default, _) in _DEFAULTS.items()}
     values |= {**{key: given[key] for key in given if key in _DEFAULTS}, **overrides}
     at: _Places = {**places, **{(key,): "overrides" for key in overrides}}
@@ -208,7 +209,7 @@ def _read_trainer(
     raise_problems(_wrong("trainer", rows, at, source, "TrainerConfig"))
 
     def listed(key: str, mesh_axes: Any = None) -> dict[str, _Entry]:
-        """Return the entries of a key that has names, or a table of names and mesh axes."""
+        """Return the entries of a key. Its value is names, or a table of names and mesh axes."""
         value = values[key] or ()
         default = at.get((key,), f"{source} (default {key})")
         entries = {}
@@ -242,7 +243,7 @@ def _read_trainer(
 
 
 def _given(overrides: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Return the overrides by their paths of keys below `trainer`.
+    """Return the value of each override by its path of keys below `trainer`.
 
     Raises:
       StrategyError: A key does not concern sharding; all are reported at once.
@@ -267,7 +268,7 @@ def _wrong(
     source: str,
     config: str,
 ) -> list[Problem]:
-    """Return a problem for each value of a wrong type, by its path of keys."""
+    """Return a problem for each value of a wrong type. A row is (path of keys, value, type)."""
     return [
         Problem(
             error=StrategyError,
@@ -295,7 +296,7 @@ def _read_mesh(
       source: Name of the configuration.
 
     Raises:
-      StrategyError: A key is unknown or has a wrong value; all keys are reported at once.
+      StrategyError: A key is unknown or has a wrong value; all such keys are reported at once.
     """
     is_mapping: _Kind = ("a mapping", lambda value: isinstance(value, Mapping))
     raise_problems(_wrong("trainer.mesh", [((), given, is_mapping)], places, source, "MeshConfig"))
@@ -329,7 +330,7 @@ def _read_mesh(
     own = entries("compute_mapping", {})
     if batch is not None and batch not in shared:
         place = at.get(("batch_axis_name",), f"{source} (default of levanter)")
-        # levanter looks up the name "batch" here, whatever the batch is called.
+        # levanter looks up the name "batch" here, even if `batch_axis_name` is another name.
         compute[batch] = own.get("batch") or _Entry(mesh_axes=_BATCH, place=place)
     mesh, dcn, notes = _sizes(table)
     return _Settings(
@@ -346,7 +347,7 @@ def _sizes(table: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int], li
     """Return the sizes of all mesh axes, the sizes across slices, and notes.
 
     Raises:
-      StrategyError: More than one size is -1, or a mesh axis is in both tables.
+      StrategyError: More than one size of a table is -1, or a mesh axis is in both tables.
     """
     given = [table.get(key) or {} for key in _SIZES]
     axes = _absorbed(_AXES, given[0], "data")
@@ -362,11 +363,11 @@ def _sizes(table: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int], li
     if both := [name for name in axes if name in dcn]:
         what = f"trainer.mesh: {', '.join(both)} is in axes and in dcn_axes"
         problems.append(
-            Problem(error=StrategyError, what=what, fix="write each name in only one of the two")
+            Problem(error=StrategyError, what=what, fix="write each mesh axis in only one of them")
         )
     raise_problems(problems)
     notes = [
-        f"{name} is 1, for one slice: for more, write trainer.mesh.dcn_axes: {{{name}: 2}}"
+        f"{name} is 1, for one slice: for two slices, write trainer.mesh.dcn_axes: {{{name}: 2}}"
         for name, size in dcn.items()
         if size == -1
     ]
@@ -391,7 +392,7 @@ def _mesh_problems(table: Mapping[str, Any], places: _Places, source: str) -> li
         if key not in _MESH_KEYS:
             fix = f"{did_you_mean(str(key), _MESH_KEYS)} remove it".strip()
             if key == "tensor_parallel_axes":
-                fix = "write shared_mapping: {mlp: model}; this key is of an older version"
+                fix = "write shared_mapping: {mlp: model}; older versions have tensor_parallel_axes"
             what, path = f"trainer.mesh.{key} is unknown", places.get((key,), source)
             problems.append(Problem(error=StrategyError, what=what, path=path, fix=fix))
             continue

@@ -41,12 +41,12 @@ from shardwright.vocabulary.lowering import describe
 from shardwright.vocabulary.shown import text_of
 
 _OTHERWISE: Final = (
-    "axes= of hf.read and hf.load gives a tensor other axes: "
-    'axes={r"up_proj\\.weight$": (sw.EMPTY, sw.EMBED)}. The scales of a weight follow it.'
+    "to give a tensor other axes, pass axes= to hf.read or hf.load: "
+    'axes={r"up_proj\\.weight$": (sw.EMPTY, sw.EMBED)}. The scales of a weight get its sharding.'
 )
 _EXPERT: Final = re.compile(r"(.*\bexperts\.)(\d+)\.(.*)", re.DOTALL)
-_APART: Final = "download the checkpoint again, or keep experts apart with stack_experts=False"
-# Stands for the number of an expert or a layer in a name without one.
+_APART: Final = "download the checkpoint again, or do not stack experts: stack_experts=False"
+# Stands for the number of an expert or a layer in a name that has no such number.
 _NO_NUMBER: Final = -1
 _SHORTER: Final = {np.dtype(np.int64): np.dtype(np.int32), np.dtype(np.uint64): np.dtype(np.uint32)}
 
@@ -75,7 +75,7 @@ class Checkpoint:
     def load(self, pm: PartitionManager, *, mode: str | None = None) -> dict[str, jax.Array]:
         """Read every tensor, shard by shard, into the sharding of a parameter.
 
-        Each process reads only the shards of its own devices. One piece is in host memory at a
+        Each process reads only the shards of its own devices. Host memory holds one shard at a
         time.
 
         Args:
@@ -91,7 +91,7 @@ class Checkpoint:
         try:
             shardings = pm.shardings(self.specs, mode=mode)
         except ShardingError as error:
-            # The axes come from a table, so a caller cannot annotate a dim as the errors say.
+            # The errors tell the caller to annotate a dim, but these annotations come from a table.
             error.add_note(_OTHERWISE)
             raise
         return {
@@ -100,7 +100,7 @@ class Checkpoint:
         }
 
     def explain(self, pm: PartitionManager, *, mode: str | None = None) -> str:
-        """Return a table of tensors with their axes, their specs and the bytes of each device.
+        """Return a table of the tensors: their axes, their specs and their bytes per device.
 
         Args:
           pm: The manager.
@@ -177,11 +177,11 @@ def read(
         stored dtype.
       axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
         is found in a name applies, even if the table of the family has that tensor.
-      stack_experts: Stack the experts of a layer, which are one tensor each in safetensors files,
-        into one array with the axis EXPERT. The name of the stack has no expert number.
-      stack_layers: Stack each tensor of a layer over all layers. The stack has the leading axis
-        LAYERS, for `jax.lax.scan`. The name of the stack has no layer number. The patterns and
-        annotations of `axes` still describe the tensors of one layer.
+      stack_experts: Whether to stack the experts of a layer into one array with the axis EXPERT. In
+        the files, each expert has its own tensors. The name of the stack has no expert number.
+      stack_layers: Whether to stack each tensor of a layer over all layers. The stack has the axis
+        LAYERS first, for `jax.lax.scan`. The name of the stack has no layer number. The patterns
+        and annotations of `axes` still describe the tensors of one layer.
       pad_vocab: Append rows of zeros to each dim VOCAB up to a multiple of this number, such as
         128. The logits of these rows are 0. To hide them, pass `vocab=` to `loss.logits` and
         `loss.cross_entropy`.
@@ -189,7 +189,7 @@ def read(
     Raises:
       CheckpointError: Files are missing or truncated, tensors are missing or unknown, or their
         shapes differ from the configuration. All problems of a kind are reported at once.
-      StrategyError: The dtype is not one of floats, or an annotation is invalid.
+      StrategyError: The dtype is not a float dtype, or an annotation is invalid.
     """
     check_mappings(axes=axes or {})
     path = Path(folder)
@@ -242,13 +242,13 @@ def _float_dtype(dtype: Any) -> np.dtype[Any] | None:
     """Return the dtype that the caller wants for weights, or None."""
     if dtype is None:
         return None
-    fix = "pass one such as jnp.bfloat16, or none to keep the stored one"
+    fix = "pass a dtype such as jnp.bfloat16, or leave dtype out to keep the stored dtype"
     try:
         wanted: np.dtype[Any] = jnp.dtype(dtype)
     except TypeError as error:
         raise StrategyError(f"{dtype!r} is not a dtype", fix=fix) from error
     if not jnp.issubdtype(wanted, jnp.floating) or wanted.itemsize < 2:
-        raise StrategyError(f"{wanted.name} is not a dtype of floats of 16 bits or more", fix=fix)
+        raise StrategyError(f"{wanted.name} is not a float dtype of 16 bits or more", fix=fix)
     return wanted
 
 
@@ -276,14 +276,14 @@ def _dtype_of(
 
 
 def _pad_vocabulary(checkpoint: Checkpoint, multiple: int | None) -> Checkpoint:
-    """Return a checkpoint whose dims VOCAB are the next multiple of a number.
+    """Pad the dims VOCAB of a checkpoint to the next multiple of a number.
 
     Raises:
       CheckpointError: The number is not a positive integer, or dims VOCAB have several sizes.
     """
     if multiple is None:
         return checkpoint
-    fix = "pass pad_vocab=128, a multiple of the devices that shard VOCAB"
+    fix = "pass a multiple of the number of shards of VOCAB, such as pad_vocab=128"
     read_integer("pad_vocab", multiple, error=CheckpointError, fix=fix)
     dims = {
         name: [dim for dim, entry in enumerate(spec.axes) if entry == VOCAB]
@@ -297,7 +297,7 @@ def _pad_vocabulary(checkpoint: Checkpoint, multiple: int | None) -> Checkpoint:
             f"VOCAB has several sizes: {what}", fix="load the checkpoint without pad_vocab"
         )
     vocab = next(iter(sizes), 0)
-    # Add as few rows as possible, so that the size becomes a multiple.
+    # The smallest number of rows that makes the size a multiple.
     more = -vocab % multiple
     if not more:
         return checkpoint
@@ -316,7 +316,7 @@ def _pad_vocabulary(checkpoint: Checkpoint, multiple: int | None) -> Checkpoint:
 
 
 def _stack_experts(sources: Mapping[str, Source]) -> dict[str, Source]:
-    """Return the tensors, with the experts of each layer stacked into one.
+    """Return the tensors. The experts of each layer are stacked into one tensor.
 
     The name of a stack has no expert number.
 
@@ -329,7 +329,7 @@ def _stack_experts(sources: Mapping[str, Source]) -> dict[str, Source]:
         if _NO_NUMBER in names:
             result[whole] = sources[whole]
             continue
-        # Name ten at most, because a damaged name may have a huge number.
+        # Name at most ten absent experts, because a damaged name may have a huge number.
         numbers = (number for number in range(max(names) + 1) if number not in names)
         if absent := ", ".join(map(str, itertools.islice(numbers, 10))):
             problems.append(fault(f"the experts {absent} are absent", whole, _APART))
@@ -398,7 +398,7 @@ def _stack_layers(
             problems.append(fault(what, whole, fix))
         stack = stacked(parts[0], len(parts))
         if isinstance(stack.axes, PartOf):
-            # A part of another tensor, such as its scale, becomes a part of that tensor's stack.
+            # A scale points to its weight. So the stack of scales points to the stack of weights.
             path = _without_number(stack.axes.path, pattern)
             stack = dataclasses.replace(stack, axes=dataclasses.replace(stack.axes, path=path))
         stacks[whole] = stack

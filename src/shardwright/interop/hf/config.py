@@ -1,7 +1,8 @@
 """The sizes of tensors' dims, from `config.json` and the defaults of its configuration class.
 
 In a nested configuration, such as `text_config`, Hugging Face leaves out values that equal the
-default of the class. `transformers` 5.24 has these defaults, in `CONFIG_MAPPING[family]`.
+default of the class. `DEFAULTS` has these defaults, from `CONFIG_MAPPING[family]` of `transformers`
+5.24.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _MXFP4_BLOCK: Final = 32
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SizedDim:
-    """One dim of a tensor: its entry in an annotation, and its size, or None if any size fits."""
+    """One dim of a tensor: its entry in an annotation, and its size (None if any size fits)."""
 
     entry: Any
     size: int | None
@@ -54,13 +55,13 @@ def fault(what: str, name: str, fix: str = OWN_CONFIG) -> Problem:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The values of a `config.json`, read by one key at a time.
+    """The values of a `config.json`, which are read key by key.
 
     Attributes:
       values: The content of the file.
       source: Name of the file.
       error: Class of the error that a wrong value raises.
-      dtypes: Dtypes of the decoder that is made of the configuration.
+      dtypes: Dtypes of the decoder that is built from the configuration.
       capacity: Capacity factor of the experts of the decoder. None: no token is dropped.
     """
 
@@ -136,7 +137,7 @@ class Config:
 
 
 def block_of(config: Config) -> tuple[int, ...]:
-    """Return the sizes of a block of weights that shares a scale; empty if there are no blocks.
+    """Return the sizes of a block of weights that share one scale; empty if there are no blocks.
 
     Raises:
       CheckpointError: The sizes are not positive integers.
@@ -150,11 +151,12 @@ def block_of(config: Config) -> tuple[int, ...]:
 
 
 def dims_of(config: Config) -> dict[str, SizedDim]:
-    """Return the dims of this model, by the words that the tables of families use."""
+    """Return the dims of a model, by the words for them in the tables of families."""
     embed = config.number("hidden_size")
     experts = config.size("num_local_experts", "num_experts", "n_routed_experts")
     mlp = config.size("intermediate_size")
-    # Mixtral and gpt-oss have only experts, and give their size under the key for an MLP.
+    # Mixtral and gpt-oss have only experts. Their configurations have the hidden size of an expert
+    # under the key for an MLP.
     expert_mlp = config.size("moe_intermediate_size", "intermediate_size")
     shared_mlp = config.size("shared_expert_intermediate_size")
     if (shared := config.size("n_shared_experts")) is not None:
@@ -170,7 +172,7 @@ def dims_of(config: Config) -> dict[str, SizedDim]:
         "expert_mlp": (MLP_INTERMEDIATE, expert_mlp),
         # The shared experts, which see every token.
         "shared_mlp": (MLP_INTERMEDIATE, shared_mlp),
-        # In DeepSeek-V3, layers that predict further tokens join two residuals.
+        # In DeepSeek-V3, layers that predict further tokens concatenate two residuals.
         "two_embed": (EMPTY, 2 * embed),
         # Only BERT has tables of positions and of token types.
         "positions": (EMPTY, config.size("max_position_embeddings")),
@@ -193,7 +195,7 @@ def dims_of(config: Config) -> dict[str, SizedDim]:
 def _heads(config: Config, embed: int) -> dict[str, tuple[Any, int]]:
     """Return the dims of attention. A projection merges heads and head_dim into one dim."""
     heads = config.number("num_attention_heads")
-    # Without this key every head has its own keys and values.
+    # Without this key, every head has its own keys and values.
     kv_heads = config.size("num_key_value_heads") or heads
     head_dim = config.size("head_dim")
     if head_dim is None:
@@ -341,7 +343,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 
 
 def complete(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the values of the decoder's configuration, and notes on values that it lacks.
+    """Return the values of the decoder's configuration, and notes on values that were filled in.
 
     A nested `text_config` may leave out values that equal class defaults. Dtype, quantization and
     tied embeddings may also be missing, because they are values of the outer configuration. A value
@@ -354,16 +356,16 @@ def complete(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
     values, nested = config.values, config.mapping("text_config")
     if values.get("text_config") is None:
         own = dict(values)
-        return _filled(own, "the default of its class", skip=(*_SIZES, *_EXPERTS))
+        return _filled(own, "class defaults", skip=(*_SIZES, *_EXPERTS))
     own = {**nested, "model_type": config.text("text_config", "model_type") or config.family}
     # `dtype` is the newer name of `torch_dtype`.
     skip = ("torch_dtype", "dtype") if own.get("torch_dtype") or own.get("dtype") else ()
     outer = {key: value for key, value in values.items() if key not in skip}
     taken = {key: value for key, value in outer.items() if own.get(key) is None}
-    own, notes = _filled({**own, **taken}, "text_config has none: the default of its class")
+    own, notes = _filled({**own, **taken}, "not in text_config, so class defaults")
     sizes = [f"{key} {value}" for key, value in taken.items() if key in (*_SHAPE, *_EXPERTS)]
     if sizes:
-        notes = (f"{', '.join(sizes)}: text_config has none: outside of it", *notes)
+        notes = (f"{', '.join(sizes)}: not in text_config, but outside of it", *notes)
     return own, ("only the decoder of text is planned, not the model's other parts", *notes)
 
 
@@ -377,7 +379,7 @@ def _filled(
     if type(heads) is int and kv_heads and heads % kv_heads:
         # Do not use the default number of kv heads: it belongs to a model with another number of
         # heads.
-        known["num_key_value_heads"], why = heads, f"{why}, but as many kv_heads as heads"
+        known["num_key_value_heads"], why = heads, f"{why} (kv_heads = heads)"
     taken = {key: value for key, value in known.items() if key not in values and key not in skip}
     sizes = [f"{key} {value}" for key, value in taken.items() if as_integer(value) is not None]
     return {**values, **taken}, ((f"{', '.join(sizes)}: {why}",) if sizes else ())

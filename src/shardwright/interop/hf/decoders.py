@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from shardwright.serving import CacheShape
 
 
-# A decoder is the function of compiled steps, so it is hashed by identity and held weakly.
+# JAX caches compiled steps by their function, here a decoder. So a decoder is hashed by identity,
+# and weak references to it are possible.
 @dataclasses.dataclass(
     frozen=True, slots=True, kw_only=True, eq=False, repr=False, weakref_slot=True
 )
@@ -84,10 +85,10 @@ class LoadedDecoder:
 
     @property
     def cache_shape(self) -> CacheShape:
-        """The `shape` of a `serving.Engine`.
+        """The argument `shape` of a `serving.Engine`.
 
         Raises:
-          StrategyError: As `__call__`.
+          StrategyError: See `__call__`.
         """
         from shardwright.serving import CacheShape
 
@@ -99,7 +100,7 @@ class LoadedDecoder:
             for stack in stacks
             for number in range(stack.period)
         }
-        # Layers may have different windows, but the engine has one kind of cache, which keeps all
+        # The engine has one kind of cache. If layers have different windows, this cache keeps all
         # positions.
         window: Any = next(iter(windows)) if len(windows) == 1 else None
         return CacheShape(
@@ -107,19 +108,19 @@ class LoadedDecoder:
             kv_heads=attention.key_heads,
             head_dim=attention.size,
             dtype=attention.dtypes.cache,
-            # The window counts the positions before a query, and its own.
+            # The window of a cache includes the position of the query, but `window[0]` does not.
             window=None if window is None else window[0] + 1,
         )
 
     def __call__(
         self, params: Any, tokens: jax.Array, caches: Any, valid: jax.Array
     ) -> tuple[jax.Array, list[Any]]:
-        """Return logits and caches: the model of a `serving.Engine`.
+        """Return logits and caches. A `serving.Engine` calls this function as its model.
 
         Args:
           params: What `load` returns.
           tokens: `[batch, length]` int32.
-          caches: One per layer. The tokens are appended to the cached ones.
+          caches: One per layer. The tokens are appended to them.
           valid: `[batch, length]` bool, False for padding.
 
         Raises:
@@ -154,9 +155,9 @@ def decoder(
         dtype of the configuration.
 
     Raises:
-      CheckpointError: As `read` raises it. Or the parameters of the decoder are not those of the
-        checkpoint, or differ in size. Or a weight is not stored as floats of 16 bits or more. All
-        are reported at once.
+      CheckpointError: See `read`. Or the parameters of the decoder are not those of the checkpoint,
+        or differ in size. Or a weight is not stored as floats of 16 bits or more. All are reported
+        at once.
       StrategyError: The configuration is not that of a decoder, or a value is not valid.
     """
     checkpoint: Checkpoint = read(folder)
@@ -172,13 +173,13 @@ def decoder(
 # Qwen 2 does not have this bias, although q, k and v have biases.
 _NO_TENSOR: Final = "attention/out/bias"
 _OWN_FORWARD: Final = "write the forward pass yourself, and read the tensors with hf.load"
-# Number of values of the embedding that are compared with those of the head at once.
+# Number of values of the embedding that are compared at once with those of the head.
 _CHUNK: Final = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Arranged(ChangedSource):
-    """A tensor with its dims split, cut and in another order.
+    """A tensor whose dims are split, cut and reordered.
 
     Attributes:
       source: The tensor.
@@ -194,8 +195,8 @@ class Arranged(ChangedSource):
     shape: tuple[int, ...]
 
     def read(self, bounds: Bounds) -> np.ndarray[Any, Any]:
-        """Read one piece. If an inner dim of the piece is cut, its whole rows are read first."""
-        # Map the dims of the result to the split dims, in which they may be cut.
+        """Read one piece. Whole rows are read, then cut if the piece has only a part of them."""
+        # Turn the bounds in the dims of the result into bounds in the split dims.
         ranges = [(0, 0)] * len(self.order)
         for (start, stop), dim in zip(bounds, self.order, strict=True):
             ranges[dim] = (start + self.starts[dim], stop + self.starts[dim])
@@ -263,7 +264,7 @@ def arrange(
             what = f"the checkpoint lacks {', '.join(absent) or 'it'}"
             fix = OWN_CONFIG
             if path == "head":
-                fix += '; "tie_word_embeddings": true if the embedding takes its place'
+                fix += '; or set "tie_word_embeddings": true, if the embedding is the head too'
             problems.append(fault(what, path, fix))
             continue
         for name in names:
@@ -285,7 +286,7 @@ def arrange(
             # Some checkpoints also store a tied head. This head must equal the embedding.
             if _are_equal(checkpoint.sources[name], checkpoint.sources[embedding]):
                 continue
-            what = "tie_word_embeddings is true, and this differs from the embedding"
+            what = "tie_word_embeddings is true, but this tensor differs from the embedding"
             fix = 'write "tie_word_embeddings": false in config.json'
         else:
             stem = (prefix + family.layers).removesuffix("#.")
@@ -319,7 +320,7 @@ def _misfits(
     path: str,
     latent: LatentConfig | None,
 ) -> Iterator[Problem]:
-    """Yield why tensors cannot become a parameter: no floats, or other sizes."""
+    """Yield a problem if tensors cannot become a parameter: they are not floats, or do not fit."""
     for name in names:
         dtype = checkpoint.sources[name].dtype
         if dtype.itemsize < 2 or not jnp.issubdtype(dtype, jnp.floating):
@@ -331,14 +332,14 @@ def _misfits(
     if latent is not None:
         expected = (*expected[:-1], latent.plain_dim + latent.value_dim)
     if stored != expected:
-        what = f"the tensor has the sizes {stored}, and the decoder {expected}"
+        what = f"the tensor has the sizes {stored}, and the decoder needs {expected}"
         yield fault(what, path)
 
 
 def _arranged(
     checkpoint: Checkpoint, names: Sequence[str], path: str, spec: ArraySpec, start: int
 ) -> Arranged:
-    """Return the tensors as a parameter, whose axes are those of the tensors in another order."""
+    """Return the tensors as a parameter. It has the axes of the tensors in another order."""
     source: Source = checkpoint.sources[names[0]]
     split = [*_members(checkpoint.specs[names[0]])]
     if len(names) > 1:
@@ -366,7 +367,7 @@ def _arranged(
 
 
 def _members(spec: ArraySpec) -> Iterator[list[tuple[str, int]]]:
-    """Yield the axes of each dim with their sizes; a merged dim has several."""
+    """Yield the axes of each dim with their sizes; a merged dim has several axes."""
     for dim, size in zip(lower(spec.axes, spec.shape).dims, spec.shape, strict=True):
         yield list(dim.merged) or [(dim.semantic_axis or next(iter(dim.axes), EMPTY), size)]
 

@@ -1,8 +1,8 @@
 """The families of models, by the `model_type` of their `config.json`.
 
-One row says which tensors a checkpoint has, which of them are the parameters of the decoder, and
-how the configuration becomes the configs of the decoder's blocks. `config.DEFAULTS` has the values
-that a configuration may leave out.
+A row of `FAMILIES` says which tensors a checkpoint has, which of them are the parameters of the
+decoder, and how the configuration becomes the configs of the decoder's blocks. `config.DEFAULTS`
+has the values that a configuration may leave out.
 
 In the tables of tensors, `#` is a number. The words are dims of `config.dims_of`, in the order of
 the file; `-` is a dim of any size that is not sharded. A tensor that a model may lack ends in `?`.
@@ -40,8 +40,8 @@ class Tensors:
       whole: Tensors outside the layers.
       layer: Tensors of a layer that every kind of layer has.
       choices: Kinds of attention, and kinds of feed-forward blocks; a layer has one of each.
-      parameters: Path of a parameter in a layer of the decoder -> the names of its tensors. Several
-        tensors are stacked. `a | b` is a, or b if a is absent.
+      parameters: Path of a parameter in a layer of the decoder -> the names of its tensors. If it
+        has several tensors, they are stacked. `a | b` means a, or b if a is absent.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Tensors:
     parameters: Mapping[str, tuple[str, ...]]
 
     def rows(self) -> dict[str, str]:
-        """Return the rows of all tensors, with and without stacked experts and layers."""
+        """Return the rows of all tensors, and the rows of the stacks of experts and layers."""
         rows = dict(self.whole)
         for part in (self.layer, *itertools.chain(*self.choices)):
             rows |= {f"{self.layers}{name}": dims for name, dims in part.items()}
@@ -74,7 +74,7 @@ class Tensors:
 
 
 def _linear(name: str, dims: str) -> dict[str, str]:
-    """Return the rows of a linear layer. The dim of the bias is the output dim."""
+    """Return the rows of a linear layer: its weight and its bias, which has the output dim."""
     # [out, in]: the first dim is the output.
     output = dims.partition(" ")[0]
     return {f"{name}.weight": dims, f"{name}.bias": f"{output} ?"}
@@ -123,7 +123,7 @@ _BIASED = {**_ROUTED, "mlp.gate.e_score_correction_bias": "router ?"}
 
 
 def _parameters(kernels: Mapping[str, str], weights: Mapping[str, str]) -> dict[str, Any]:
-    """Return the tensors of parameters. A linear layer has a kernel and a bias."""
+    """Return the names of the tensors of each parameter. A kernel also has a bias."""
     names: dict[str, tuple[str, ...]] = {}
     for path, listed in kernels.items():
         names[f"{path}/kernel"] = tuple(f"{name}.weight" for name in listed.split())
@@ -307,8 +307,8 @@ def _normed(name: str) -> dict[str, str]:
     return {f"{name}.LayerNorm.weight": "norm", f"{name}.LayerNorm.bias": "norm"}
 
 
-# Both dims of [out, in] have the same size. Only the input is named EMBED, because presets shard
-# EMBED.
+# Both dims of [out, in] have the same size. Only the input dim is EMBED: presets shard EMBED, and
+# only one dim of a weight can be sharded over a mesh axis.
 _SQUARE = "- embed"
 BERT_TENSORS = Tensors(
     name="bert",
@@ -377,7 +377,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "qwen3_moe": _QWEN_MOE,
         "gemma": Family(tensors=GEMMA_TENSORS, read=readers_of.gemma),
         "gemma2": _GEMMA_2,
-        # A model of text and images. Its decoder of text is planned.
+        # A model of text and images. Only its decoder of text is planned.
         "gemma3": Family(read=readers_of.gemma),
         "gemma3_text": _GEMMA_2,
         "mixtral": Family(tensors=MIXTRAL_TENSORS, read=readers_of.mixtral),
@@ -394,8 +394,8 @@ def read_config(path: str, *, param: str | None = None, capacity: float | None =
 
     Args:
       path: The file, `config.json`.
-      param: Dtype of stored parameters, with matmuls in bfloat16. Defaults to the configuration's
-        dtype for both.
+      param: Dtype of stored parameters; matmuls are then in bfloat16. By default, both have the
+        dtype of the configuration.
       capacity: Capacity factor: capacity of an expert ÷ its tokens under an even load. None: no
         token is dropped.
 
@@ -420,7 +420,8 @@ def sizes_of(values: Any, source: str, *, param: str | None, capacity: float | N
         hint = same_spelling(kind, readers)
         raise StrategyError(
             f"{source}: the family {kind!r:.60} is unknown",
-            fix=f"{hint} families are {', '.join(readers)}; or pass file.py:function".strip(),
+            fix=f"{hint} families are {', '.join(readers)}; or write the model in Python, and pass "
+            "it as file.py:function".strip(),
         )
     # `dtype` is the newer name of `torch_dtype` in transformers.
     own = values.get("torch_dtype") or values.get("dtype") or "bfloat16"
@@ -433,7 +434,7 @@ def sizes_of(values: Any, source: str, *, param: str | None, capacity: float | N
     config = dataclasses.replace(config, dtypes=dtypes)
     sizes = readers[kind](config)
     method = config.mapping("quantization_config").get("quant_method")
-    # With unquantized weights, logits differ by the rounding of the weights.
+    # The logits of unquantized weights differ, because quantization rounds the weights.
     quantized = (f"weights are planned unquantized; the model's are {method}",) if method else ()
     return dataclasses.replace(
         sizes,
@@ -470,7 +471,7 @@ def tensors_of(config: Mapping[str, Any]) -> Tensors:
             f"{', '.join(parts)}. The tensors of such models cannot be read",
             fix=_TEXT_FIX,
         )
-    # Names of models differ by one digit, so only suggest another spelling of the same name.
+    # Names of two models may differ by one digit, so suggest only another spelling of the name.
     meant = same_spelling(kind, tables) if isinstance(kind, str) else ""
     hint = f" ({meant})" if meant else ""
     raise CheckpointError(

@@ -30,7 +30,7 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 # Ends of the names of scales. A weight has one scale per block, one per row, or a single one.
 _SCALES: Final = (".weight_scale_inv", ".weight_scale", ".input_scale")
 _MAPPINGS: Final = {
-    "config": "pass the content of config.json; an object of transformers has it as .to_dict()",
+    "config": "pass the content of config.json; for a config of transformers, pass its .to_dict()",
     "axes": 'write axes={"pattern": (sw.EMBED,)}',
 }
 
@@ -117,7 +117,7 @@ def axes_of(
 
     found = {name: of(name) for name in shapes}
     raise_problems(limited([place for place in found.values() if isinstance(place, Problem)]))
-    # A pattern counts as used even if an earlier pattern fits too.
+    # It is no error if an earlier pattern matches all tensors of a pattern too.
     if unmatched := [
         written
         for written, (pattern, _) in zip(given, rules, strict=True)
@@ -198,7 +198,7 @@ class NameTable:
         return self._out_of_range(name, numbers) or self._sized(name, dims, shapes[name])
 
     def _sized(self, name: str, dims: str, shape: Sequence[int]) -> Any:
-        """Return the annotation of a row of the table, or a problem if the shape differs."""
+        """Return the annotation that a row of the table gives; a problem if the shape differs."""
         words = dims.removesuffix(" ?").split()
         absent = [word for word in words if word not in self.dims]
         if absent:
@@ -242,19 +242,19 @@ class NameTable:
         if isinstance(annotation, Problem):
             return annotation
         problem = self._blocks(name, shape, whole)
-        # A dim of the scale follows the same dim of the weight, unless it has one scale for all
-        # elements.
+        # A dim of the scale is sharded like the same dim of the weight. If its size is 1, there is
+        # one scale for the whole dim of the weight.
         follows = [at if size > 1 else None for at, size in enumerate(shape)]
         return problem or PartOf(
             annotation=annotation, shape=whole, dims=tuple(follows), path=weight
         )
 
     def _blocks(self, name: str, shape: Sequence[int], whole: Sequence[int]) -> Problem | None:
-        """Return a problem if a scale is larger than its weight, or not one per block."""
+        """Return a problem if the shape of a scale fits neither its weight nor the blocks."""
         block = block_of(self.config)
         expected: Sequence[int] = whole
         if block and len(block) <= len(whole) and name.endswith("_scale_inv"):
-            # Stacks of experts or layers have leading dims, which are not divided into blocks.
+            # A stack of experts or layers has leading dims, which are not divided into blocks.
             lead = len(whole) - len(block)
             parts = zip(whole[lead:], block, strict=True)
             expected = (*whole[:lead], *(-(-size // part) for size, part in parts))
@@ -298,7 +298,7 @@ class NameTable:
         if has_head and self.config.values.get("tie_word_embeddings") is False:
             yield "lm_head.weight"
         groups = ((family.layer,), *family.choices)
-        # Experts are stacked here, so that their names have no numbers.
+        # Use the names of stacked experts, which have no expert numbers, like those in `present`.
         choices = [
             [
                 {name.replace("experts.#.", "experts."): dims for name, dims in rows.items()}

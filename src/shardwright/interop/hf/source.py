@@ -1,6 +1,7 @@
 """Tensors of safetensors files, which are read piece by piece, and put on their devices.
 
-Headers are read first, then slices of tensors. If a file changes in between, an error is raised.
+Headers are read first, then slices of tensors. If a file changes in between, a read raises an
+error.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-# safetensors 0.8 cannot make NumPy arrays of these dtypes.
+# safetensors 0.8 cannot make NumPy arrays of these dtypes, so their bytes are read by offset.
 _BY_OFFSET: Final = ("F8_E4M3", "F8_E5M2", "F8_E8M0")
 # Number of values that are checked at once.
 _CHUNK: Final = 1 << 18
@@ -75,7 +76,7 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StackedSource:
-    """A stack of tensors of one shape, such as the experts of a layer, as one tensor.
+    """Tensors of one shape, such as the experts of a layer, which are read as one stacked tensor.
 
     Attributes:
       name: Name of the stack.
@@ -117,7 +118,7 @@ class StackedSource:
 class ChangedSource:
     """A tensor in a file, read with other dims than in the file.
 
-    A subclass has `shape` and `read`.
+    Subclasses define `shape` and `read`.
     """
 
     source: Source
@@ -180,7 +181,7 @@ def cast(name: str, piece: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, 
             fix = 'call jax.config.update("jax_enable_x64", True) first'
             raise CheckpointError(what, path=name, fix=fix)
         return piece.astype(dtype)
-    # A value that does not fit becomes infinite. The code below looks for this.
+    # A value that does not fit becomes infinite. The code below looks for such values.
     with np.errstate(over="ignore"):
         result = piece.astype(dtype, order="C")
     flat = result.reshape(-1)
@@ -196,7 +197,7 @@ def cast(name: str, piece: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, 
 
 
 def place(name: str, source: Source, dtype: Any, sharding: NamedSharding) -> jax.Array:
-    """Return a tensor as an array of this sharding.
+    """Return a tensor as an array with the given sharding.
 
     A piece that several devices hold is read once. The piece is released before the next
     piece is read.
@@ -326,7 +327,7 @@ def _indexed(folder: Path, weights: Mapping[str, str]) -> dict[str, SafetensorsT
     for file in sorted(set(weights.values())):
         # The index may name only files of this folder.
         if file in ("", "..") or Path(file).name != file:
-            what = f"{_INDEX} names {file!r}, which is not a name of a file"
+            what = f"{_INDEX} names {file!r}, which is not the name of a file in its folder"
             problems.append(fault(what, "", _AGAIN))
             continue
         try:
@@ -337,12 +338,12 @@ def _indexed(folder: Path, weights: Mapping[str, str]) -> dict[str, SafetensorsT
             continue
         listed = [name for name, of in weights.items() if of == file]
         problems += [
-            fault(f"{file} lacks it, but {_INDEX} lists it", name, _AGAIN)
+            fault(f"{file} lacks this tensor, but {_INDEX} lists it", name, _AGAIN)
             for name in listed
             if name not in tensors
         ]
         problems += [
-            fault(f"{file} has it, but {_INDEX} does not list it", name, _AGAIN)
+            fault(f"{file} has this tensor, but {_INDEX} does not list it", name, _AGAIN)
             for name in tensors
             if weights.get(name) != file
         ]
@@ -360,8 +361,8 @@ def _tensors_of(path: Path) -> dict[str, SafetensorsTensor]:
     safetensors = library("safetensors")
     version = FileVersion.of(path, fix=_AGAIN)
     try:
-        # Opening checks that the header is valid, and that the file has all the bytes that it
-        # names.
+        # Opening checks that the header is valid, and that the file has all the bytes that the
+        # header names.
         handle = safetensors.safe_open(str(path), framework="numpy")
     except (safetensors.SafetensorError, OSError) as error:
         what = f"{path} is truncated or is not a safetensors file: {error}"
@@ -426,7 +427,7 @@ class FileVersion:
     def check(self) -> None:
         """Check that the file is still this version.
 
-        A read past the end of a mapped file would kill the process.
+        Check before each read: a read past the end of a mapped file would kill the process.
 
         Raises:
           CheckpointError: The file was replaced, changed or removed.

@@ -2,7 +2,7 @@
 
 Each of these libraries maps names to mesh axes by a table without fallbacks. It silently replicates
 an array whose size does not divide. Some libraries also replicate a name that is not in the table.
-The libraries offer no hook, so `install` wraps the one function of a library that reads its table.
+The libraries offer no hook, so `checked` wraps the one function of a library that reads the table.
 The wrapper checks an array only while a bridge has entered a `CheckedTable`.
 """
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 Library = Literal["flax", "nnx", "haliax"]
 
 _ARRAYS = (
-    "in the state of an optimizer, moments may have the box of a parameter with other dims: "
-    "call arrays of interop.flax instead of nn.unbox"
+    "call interop.flax.arrays instead of nn.unbox: in the state of an optimizer, moments may have "
+    "the box of a parameter with other dims"
 )
 _PLACE = (
     "give the variable one name per dim\n"
@@ -84,8 +84,8 @@ class CheckedTable:
         """Check the names of an array, and that its sizes divide.
 
         Args:
-          names: Names of its dims. Only strings are checked.
-          shape: Its sizes; None for a size that is not known.
+          names: Names of the dims of the array. Only strings are checked.
+          shape: Sizes of the dims; None for a size that is not known.
           entries: The mesh axes that the library will use for each dim.
           place: The array, for messages.
           known: Other names that the library knows.
@@ -94,8 +94,8 @@ class CheckedTable:
         Raises:
           UnknownAxisError: The array has names that the model lacks; all are reported at once.
           IndivisibleError: A size is not a multiple of the number of shards.
-          StrategyError: `sizes=` gave another size for a name than the array has, and the size
-            changes its mesh axes.
+          StrategyError: A dim has another size than `sizes=` says, and the strategy shards the two
+            sizes in different ways.
         """
         known, model = {*known}, dict(self.names)
         problems: list[Problem] = []
@@ -263,7 +263,7 @@ def _install_haliax() -> None:
     def check(table: CheckedTable, axes: Any, mapping: Any = None) -> None:
         rules = dict(table.table)
         if mapping is not None and mapping != rules:
-            return  # a mapping of the model itself
+            return  # The model itself has entered this mapping, so it is not checked.
         sizes = partitioning.axis_spec_to_shape_dict(axes)
         place = f"array with the axes {', '.join(sizes)}"
         table.check([*sizes], [*sizes.values()], [*map(rules.get, sizes)], place=place)

@@ -13,13 +13,13 @@ from shardwright.strategy.limits import LONGEST_FILE
 
 RULES = "logical_axis_rules"
 REPLICATED_NAMES = "replicated"
-# Keys that are nested deeper have no line of their own.
+# Keys that are nested deeper than this have no line of their own.
 _DEEPEST = 4
 _MOST_VALUES = 1_000_000
 
 
 def read_rules(path: Path) -> tuple[list[Any], list[str]]:
-    """Read a file of rules, and return them with the place of each.
+    """Read a file of rules, and return the rules and the place of each rule.
 
     A file is a list of pairs, or has such a list under `logical_axis_rules`. Names that the file
     lists under `replicated` are appended, as rules without mesh axes.
@@ -78,7 +78,7 @@ def read_yaml(path: Path, key: str) -> tuple[Any, list[int]]:
     Raises:
       StrategyError: The file cannot be read, or is not YAML.
     """
-    # The loader in C is much faster, and not every build of PyYAML has it.
+    # The loader in C is much faster, but not every build of PyYAML has it.
     root, value = _parsed(path, getattr(_yaml(), "CSafeLoader", _yaml().SafeLoader))
     if isinstance(value, list):
         return value, [entry.start_mark.line + 1 for entry in root.value]
@@ -92,7 +92,7 @@ def read_yaml(path: Path, key: str) -> tuple[Any, list[int]]:
 
 
 def read_yaml_tree(path: Path) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """Read a YAML file, and return its value and the line of each key, by its path of keys.
+    """Read a YAML file, and return its value, and the line of each key by the path of the key.
 
     A value with a tag of its own, such as `!include`, is None.
 
@@ -102,7 +102,7 @@ def read_yaml_tree(path: Path) -> tuple[Any, dict[tuple[str, ...], int]]:
     yaml = _yaml()
 
     class Loader(yaml.SafeLoader):  # type: ignore[name-defined, misc]
-        """Ignore tags, without changing loaders of other code."""
+        """A loader that ignores tags. Loaders of other code do not change."""
 
     # None stands for every tag that has no constructor.
     Loader.add_constructor(None, lambda loader, node: None)
@@ -147,16 +147,16 @@ def _parsed(path: Path, loader_type: Any) -> tuple[Any, Any]:
 def _size(root: Any) -> int:
     """Return the number of values of a YAML document if each alias is replaced by its values.
 
-    300 bytes of aliases of aliases can mean 9^9 values. In memory, aliased values are shared, but a
-    print of the document writes all of them. If a value contains itself, the result is a number
-    above the limit.
+    300 bytes of aliases of aliases can expand to 9^9 values. In memory, aliased values are shared,
+    but a print of the document writes all of them. If a value contains itself, the result is a
+    number above the limit.
     """
     sizes: dict[int, int] = {}
 
     def size_of(node: Any) -> int:
         key = id(node)
         if key not in sizes:
-            sizes[key] = _MOST_VALUES + 1  # if an open node occurs again, it contains itself
+            sizes[key] = _MOST_VALUES + 1  # read below only if the node contains itself
             inner = node.value if isinstance(node.value, list) else ()
             # The entries of a mapping are pairs of nodes.
             pairs = (entry if isinstance(entry, tuple) else (entry,) for entry in inner)

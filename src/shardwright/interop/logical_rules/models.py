@@ -31,7 +31,7 @@ _REQUIREMENTS = {
 
 
 def library(module: str) -> Any:
-    """Return a module of the library of a bridge.
+    """Import and return a module of the library that a bridge needs.
 
     Raises:
       ImportError: The library is not installed.
@@ -66,6 +66,8 @@ def annotate_boxes(
     fix: str,
 ) -> Any:
     """Return the annotation of each array of a tree whose arrays may be in boxes.
+
+    A box is an object of the library that holds an array and the names of its dims.
 
     Args:
       tree: The tree.

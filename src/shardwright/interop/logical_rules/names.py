@@ -36,8 +36,8 @@ Names = Mapping[str, "tuple[str, Role | str] | str"]
 Modes = Mapping[str, tuple[str, str]]
 MeshAxes = str | tuple[str, ...] | None
 
-# Keys of the names in a variable's metadata, by version of flax: since 0.12.4, from 0.11 to 0.12.3,
-# before 0.11.
+# The key of the names in a variable's metadata, for three ranges of flax versions: since 0.12.4,
+# from 0.11 to 0.12.3, before 0.11.
 _KEYS = ("out_sharding", "sharding_names", "sharding")
 _OWN = "pass an axis of your own in own_axes=, such as own_axes=strategy.axes"
 
@@ -57,7 +57,7 @@ class Imported:
     notes: tuple[str, ...]
 
     def annotation(self, names: Sequence[str | None]) -> tuple[str, ...]:
-        """Return the annotation of an array from the names of its dims; None is `EMPTY`.
+        """Return the annotation of an array from the names of its dims; None becomes `EMPTY`.
 
         Raises:
           UnknownAxisError: A name has no rule and is not in `names`.
@@ -92,7 +92,7 @@ def resized(
     dcn: Mapping[str, int] | None = None,
     axis_types: str | None = None,
 ) -> Imported:
-    """Return an imported strategy with other mesh sizes, one of which may be -1. For bridges."""
+    """Return an imported strategy with other mesh sizes. One size may be -1. Bridges use this."""
     from shardwright.strategy.model import Strategy
 
     data: dict[str, Any] = {"mesh": dict(mesh)}
@@ -133,8 +133,7 @@ def read_names(
                 what = f"the name {name!r} is mapped to the role {target[1]!r}"
                 raise StrategyError(what, fix="map it to the role activation or param")
             targets[name] = (axis, role)
-        # `names` may come from an import, which maps a name to an axis of its own. Accept such an
-        # axis.
+        # `names` may come from an import, which maps a name to a new axis. Accept such an axis.
         if not are_imported or axis != canonical_axis(f"logical_{plain_name(name)}"):
             places.append((f"names[{name!r}]", axis))
     check_axes(places, own_axes, declare=declare)
@@ -216,8 +215,8 @@ def names_of_metadata(metadata: Mapping[str, Any]) -> tuple[Any, ...]:
 def _choice(name: str) -> str:
     """Return the end of a fix: an example with the axis that the name resembles, or all axes."""
     axes = {file_name(axis): axis_label(axis) for axis in SEMANTIC_AXES}
-    # A name may be the start of an axis, as `mlp` is of `mlp_intermediate`. By its spelling alone,
-    # the name is too different from the axis to suggest it.
+    # A name may be the start of an axis, as `mlp` is of `mlp_intermediate`. `did_you_mean` does not
+    # suggest this axis, because the two spellings differ too much.
     begin = [other for other in axes if other.startswith(f"{name.lower()}_")]
     nearest = begin[0] if len(begin) == 1 else ""
     if similar := re.search("'(.+)'", did_you_mean(name, axes)):

@@ -40,14 +40,14 @@ def to_logical_axis_rules(
 ) -> tuple[tuple[str, MeshAxes], ...]:
     """Return a manager's rules as an ordered list of pairs, in the manager's mode.
 
-    The last pair of a rule that ends in `?` has `PartitionSpec.UNCONSTRAINED`, which flax reads.
+    If a rule ends in `?`, its last pair has `PartitionSpec.UNCONSTRAINED`, which flax understands.
 
-    If two dims of an annotation use one mesh axis, the earlier dim gets it under `order = "dims"`.
+    Under `order = "dims"`, if two dims of an array use the same mesh axis, the earlier dim gets it.
     A list cannot express this: the name that comes first in `names` gets the mesh axis.
 
-    Under `conflict = "error"`, a library that reads the list replicates a dim where `pm.explain`
-    has a conflict. There is a `UserWarning` if LENGTH and heads, a hidden dim or logits use one
-    mesh axis.
+    Under `conflict = "error"`, two dims with the same mesh axis are an error. A library that reads
+    the list replicates one of these dims instead. A `UserWarning` tells if LENGTH has a mesh axis
+    in common with heads, a hidden dim or the vocabulary.
 
     Args:
       pm: The manager.
@@ -58,9 +58,9 @@ def to_logical_axis_rules(
       ShapeRequiredError: A rule depends on a size that is not given.
       IndivisibleError: A size does not divide, and the strategy has no fallback for it.
       StrategyError: A list cannot express the rules, because the policy is `conflict = "first_dim"`
-        or sets `largest_dim`. Or an axis that `names` maps without a role has different rules as an
-        activation and as a param. Or `pm` is not a manager.
-      UnknownAxisError: The strategy has no axis of this name; all are reported at once.
+        or sets `largest_dim`. Or `names` gives an axis without a role, and the axis has different
+        rules for activations and for params. Or `pm` is not a manager.
+      UnknownAxisError: `names` maps to axes that the strategy lacks; all are reported at once.
     """
     exported = _ranked_rules(pm, names, sizes)
     if pm.rules.policy.conflict is Conflict.ERROR:
@@ -115,9 +115,9 @@ def _warn_of_conflicts(
     ]
     if pairs:
         warnings.warn(
-            f"in an array with both names, a list of rules replicates one of the dims, where "
-            f"pm.explain has a conflict: {'; '.join(pairs)}. Use another name for the length in "
-            "these arrays, and map it to sw.QUERY_LENGTH.",
+            f"{'; '.join(pairs)}: in an array with both names, a library that reads this list "
+            "replicates one of the dims, where pm.explain has a conflict. Use another name for the "
+            "length in these arrays, and map it to sw.QUERY_LENGTH.",
             stacklevel=3,
         )
 
@@ -140,8 +140,8 @@ def one_rule_each(
 ) -> dict[str, MeshAxes]:
     """Return the mesh axes of each name, for libraries that have one rule per name.
 
-    Only the first rule of a name is used. Later rules would apply after a conflict, but such a
-    library has no second rule.
+    Only the first rule of a name is used. The later rules are for a conflict, but these libraries
+    cannot have a second rule for a name.
 
     Args:
       pm: The manager.
@@ -151,7 +151,7 @@ def one_rule_each(
     Raises:
       ShapeRequiredError: A rule depends on a size that is not given.
       StrategyError: A rule leaves a dim to the compiler (`?`).
-      UnknownAxisError: The strategy has no axis of this name; all are reported at once.
+      UnknownAxisError: `names` maps to axes that the strategy lacks; all are reported at once.
     """
     first: dict[str, MeshAxes] = {}
     # The first rule of a name is the one that applies without a conflict.
@@ -165,7 +165,7 @@ def one_rule_each(
 
 
 def _exported(pm: PartitionManager, name: str, target: Any) -> tuple[str, Role]:
-    """Return the axis and the role of a name that is exported."""
+    """Return the axis of a name, and the role whose rules the list gets for this name."""
     if not isinstance(target, str):
         axis, role = target
         return axis, role
@@ -209,7 +209,7 @@ def _chain(
         if candidate.live or candidate.misses_axis
     ]
     if size is None:
-        # How many different results the rule gives, depending on the size.
+        # The number of different results that the rule can give, depending on the size.
         answers = len({candidate.live for candidate, _ in candidates}) + bool(rule.fallback)
         is_lenient = policy.indivisible is not Indivisible.ERROR and bool(candidates)
         if is_lenient or (answers > 1 and policy.conflict is not Conflict.NEXT):

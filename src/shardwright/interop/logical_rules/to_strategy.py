@@ -42,7 +42,7 @@ from shardwright.vocabulary.modes import mode_name, parse_mode
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """One rule of a list; `axes` is empty if it replicates a dim, or if the compiler decides."""
+    """One rule of a list. If `axes` is empty, `end` says: replicated, or left to the compiler."""
 
     name: str
     axes: tuple[str, ...]
@@ -81,7 +81,7 @@ def to_strategy(
         may be used as names. "strict": each name has one rule, and a conflict is an error.
       modes: Names that are used in one mode only -> (the name that other modes use, mode). The rule
         of such a name becomes the rule of the other name in that mode.
-      source: Where the rules are written: one text, or one for each rule. `explain` shows it.
+      source: Where the rules are written: one text, or one for each rule. `explain` shows the text.
       own_axes: Axes of your own that `names` maps to. The strategy declares them.
 
     Raises:
@@ -122,7 +122,7 @@ def to_strategy(
     common = [pair for pair in pairs if pair.name not in replaced]
     targets = _targets(common, given, notes)
     targets |= {name: targets[other] for name, (other, _) in replaced.items()}
-    # Under "flax" the place of a rule matters, because an earlier rule gets a mesh axis first.
+    # Under "flax", the order of the rules matters: an earlier rule gets a mesh axis first.
     is_ordered = semantics == "flax"
     problems = _disagreements(common, targets, notes, is_ordered=is_ordered)
     tables: dict[_Path, list[tuple[str, _Pair]]] = {}
@@ -161,12 +161,12 @@ _Path = tuple[str, ...]
 def _written(
     tables: Mapping[_Path, Sequence[tuple[str, _Pair]]], other: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[_Path, str]]:
-    """Return the data of a strategy, and where its rules were written."""
+    """Return the data of a strategy, and the origin of each rule: where it was written."""
     data: dict[str, Any] = {"version": 1, **other}
     origin: dict[_Path, str] = {}
     for path, table in tables.items():
         if len(path) == 1:
-            # An array of tables with one rule each keeps the order of all rules.
+            # Write a list of tables with one rule each, to keep the order of all rules.
             data[path[0]] = [{axis: pair.text} for axis, pair in table]
             for at, (axis, pair) in enumerate(table):
                 origin[(*path, str(at), axis)] = pair.source
@@ -183,7 +183,7 @@ def _written(
     return data, origin
 
 
-# Far more rules than a model has. The time for a strategy grows with the square of their number.
+# No model has so many rules. The time to build a strategy grows with the square of their number.
 _MOST_RULES = 10_000
 
 
@@ -243,7 +243,7 @@ def _until_replicated(pairs: Sequence[_Pair], notes: list[str]) -> list[_Pair]:
     kept = []
     for pair in pairs:
         if pair.name in ended:
-            does = "replicates" if ended[pair.name] == REPLICATED else "leaves the dim open"
+            does = "replicates" if ended[pair.name] == REPLICATED else "leaves the dim to XLA"
             notes.append(f"never applies, since an earlier rule {does}: {pair}")
             continue
         kept.append(pair)
@@ -329,7 +329,7 @@ def _targets(
     for name in own:
         axis = f"logical_{plain_name(name)}"
         count = 2
-        # Names that differ in punctuation or case would become one axis.
+        # Without the number, names that differ only in punctuation or case would become one axis.
         while axis.lower() in taken:
             axis = f"{axis.rstrip('0123456789_')}_{count}"
             count += 1
@@ -364,8 +364,8 @@ def _disagreements(
             continue
         place = chains[other][0].source
         what = (
-            f'{name} = "{texts[1]}" and {other} = "{texts[0]}" ({place}) cannot be one axis in '
-            "one role"
+            f'{name} = "{texts[1]}" and {other} = "{texts[0]}" ({place}) cannot be the same axis '
+            "in one role"
         )
         if texts[0] == texts[1]:
             what += f", because {between} is between them"
@@ -397,7 +397,7 @@ def _between(
 def _table(
     pairs: Sequence[_Pair], targets: Mapping[str, Any], role: Role
 ) -> list[tuple[str, _Pair]]:
-    """Return the whole list for one role, because the order among all rules matters.
+    """Return the rules of one role. This is the whole list, because the order of all rules matters.
 
     Names of the other role are left out if their axis also has a name of this role.
     """

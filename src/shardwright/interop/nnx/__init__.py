@@ -40,11 +40,12 @@ def bound(
     """Enter a manager, and let nnx create variables in the sharding of its strategy.
 
     nnx shards a variable when it is created, eagerly or in jit, and maps names by one table without
-    fallbacks. Here a name gets the first mesh axes of its rule that fit its size. If two dims of a
-    variable then have one mesh axis in common, JAX raises an error. A note on this error lists
-    the mesh axes of each name. The manager and the rules are part of JAX's cache keys.
+    fallbacks. In `bound`, this table gives each name the first candidate of its rule that fits its
+    size. If two dims of a variable then have one mesh axis in common, JAX raises an error. A note
+    on this error lists the mesh axes of each name. The manager and the rules are part of JAX's
+    cache keys.
 
-    In jit and `nnx.vmap`, nnx would replicate a dim that does not divide, without a message. To
+    Without `bound`, nnx silently replicates a dim that does not divide, in jit and `nnx.vmap`. To
     check every variable, the first call of `bound` wraps the function of flax that shards
     variables. The check is inactive outside `bound`.
 
@@ -88,8 +89,8 @@ def annotate(model: Any, names: Names, *, params: Any = None) -> Any:
     """Return the annotation of each array of `arrays(model)`, as a tree.
 
     Names come from `nnx.with_partitioning` and from the metadata of variables. `nnx.vmap` and
-    `nnx.scan` add a name to these if the caller gives one. A variable without names is replicated.
-    The modules of `layers` have their own axes.
+    `nnx.scan` add one name to a variable if their caller gives one. A variable without names is
+    replicated. The modules of `layers` have axes instead of names.
 
     Args:
       model: A module, an optimizer or their `nnx.State`; or the result of `nnx.eval_shape` for one
@@ -101,8 +102,8 @@ def annotate(model: Any, names: Names, *, params: Any = None) -> Any:
     Raises:
       UnknownAxisError: Variables have names that are not in `names`; all are reported at once.
       RankMismatchError: Variables have another number of names than dims.
-      StrategyError: `names` is not empty, but no variable has names; or an optimizer with factored
-        moments comes without `params`.
+      StrategyError: `names` is not empty, but no variable has names. Or the model is an optimizer
+        with factored moments, and `params` is not given.
 
     >>> import shardwright as sw
     >>> from flax import nnx
@@ -117,7 +118,8 @@ def annotate(model: Any, names: Names, *, params: Any = None) -> Any:
     def axes_of(leaf: Any, path: str, problems: list[Problem], shape: tuple[int, ...]) -> Any:
         metadata = leaf.get_metadata() if _is_variable(leaf) else {}
         if "axes" in metadata:
-            # A parameter of `layers`. A scalar in its place, such as a count, has no axes.
+            # A parameter of `layers`, or optimizer state with the metadata of such a parameter. If
+            # that state is a scalar, such as a count, it has no axes.
             return metadata["axes"] if shape else ()
         own = names_of_metadata(metadata)
         if own and len(own) != len(shape):
@@ -176,7 +178,8 @@ def _value(leaf: Any) -> Any:
 def _factored_moments(model: Any, names: Names, params: Any) -> Mapping[str, Any]:
     """Return the annotations of the state of an optimizer by path, if it has factored moments.
 
-    nnx copies the names of a parameter to moments that have fewer dims.
+    The names of factored moments cannot be used: nnx gives them the names of the parameter, which
+    has more dims.
     """
     state = (
         None if isinstance(model, library("flax.nnx").State) else getattr(model, "opt_state", None)
@@ -187,8 +190,8 @@ def _factored_moments(model: Any, names: Names, params: Any) -> Mapping[str, Any
         what = "the optimizer has factored moments, whose dims are some of those of its parameters"
         raise StrategyError(what, fix=f"pass the model too: {_CREATE}")
     nnx = library("flax.nnx")
-    # `wrt` selects the variables that an `nnx.Optimizer` updates. Its moments belong to these
-    # variables.
+    # `wrt` selects the variables that an `nnx.Optimizer` updates. The moments of the optimizer
+    # belong to these variables.
     own = nnx.state(params, getattr(model, "wrt", nnx.Param))
     values = jax.tree.map(_value, state, is_leaf=_is_variable)
     found = annotations_by_path(values, arrays(own), annotate(own, names))
@@ -196,7 +199,7 @@ def _factored_moments(model: Any, names: Names, params: Any) -> Mapping[str, Any
 
 
 def place(model: Any, pm: "PartitionManager", names: Names, *, params: Any = None) -> Any:
-    """Place the arrays of a model or an optimizer that was created elsewhere, as parameters.
+    """Place the arrays of an existing model or optimizer as parameters.
 
     Args:
       model: A module or an optimizer. Its variables are updated.

@@ -1,8 +1,8 @@
 """The blocks of `shardwright.layers` as modules of flax nnx.
 
-A module has the parameters of its block as `nnx.Param`s, under the names that `specs` of the block
-gives them. Under a manager, the parameters are created sharded. A module computes what its block
-computes.
+A module has the parameters of its block as `nnx.Param`s, with the names that they have in the
+`specs` of the block. Under a manager, the parameters are created sharded. A module computes what
+its block computes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Parameters(Module):  # type: ignore[misc]
         for name in _names(specs):
             spec, array = specs[name], arrays[name]
             if is_array_spec(spec):
-                # `annotate` of the bridge reads the axes.
+                # `interop.nnx.annotate` reads these axes.
                 child = nnx.Param(array, axes=spec.axes)
             else:
                 child = _Parameters(spec, array)
@@ -145,7 +145,7 @@ class Norm(_Block):
 
 
 class Dense(_Block):
-    """A matmul with a kernel, and a bias.
+    """A matmul with a kernel, and an optional bias.
 
     Args:
       inputs: Axis and size of the contracted dims, which are the last dims of the input.
@@ -314,7 +314,7 @@ class MoE(_Block):
     """`layers.moe`, an MoE layer.
 
     Args:
-      config: The MoE layer.
+      config: Sizes and options.
       rngs: Random streams. `params` is for initialization.
       path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
     """
@@ -324,10 +324,10 @@ class MoE(_Block):
         self.config = config
 
     def __call__(self, x: Any, *, state: Any = None, valid: Any = None) -> tuple[Any, moe.MoEState]:
-        """Return the MoE layer of `x`, `[batch, embed]` or `[batch, length, embed]`, and its state.
+        """Apply the MoE layer, and return its result and its state.
 
         Args:
-          x: Tokens.
+          x: Tokens, `[batch, embed]` or `[batch, length, embed]`.
           state: State with the router's bias, or None.
           valid: As in `moe.apply`.
         """
@@ -339,7 +339,7 @@ class MoEBlock(_Block):
     """`layers.moe_block`: a norm, then an MoE layer.
 
     Args:
-      config: The norm and the MoE layer.
+      config: Options of the norm and of the MoE layer.
       rngs: Random streams. `params` is for initialization.
       path: Path of the parameters in the model, for strategies with `[[tensors]]` entries.
     """

@@ -1,7 +1,7 @@
 """TransformerEngine's JAX names, to import in place of `transformer_engine.jax`.
 
-Code belongs here if code for TransformerEngine calls it by its name. `flax` has the linen modules
-and is imported on first use; the computation is in `shardwright.layers`.
+Code belongs here if programs for TransformerEngine import it by this name. `flax` has the linen
+modules and is imported on first use. The computation is in `shardwright.layers`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from shardwright.interop.transformer_engine.sharding import (
 if not TYPE_CHECKING:  # so that type checkers still report unknown names
 
     def __getattr__(name: str) -> Any:
-        # Imported on first use, because its classes have a base of flax.
+        # Import `flax` on its first use, because its classes are derived from classes of flax.
         if name != "flax":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:

@@ -1,4 +1,4 @@
-"""Stand-ins for `transformer_engine.jax.cpp_extensions`, which programs often only import.
+"""Stand-ins for `transformer_engine.jax.cpp_extensions`: many programs import it without using it.
 
 The primitives of TransformerEngine call CUDA, so they are not provided. The layers of `flax`
 compute the same results.

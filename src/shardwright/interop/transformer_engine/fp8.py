@@ -36,7 +36,8 @@ from shardwright.layers.fp8.recipe import largest
 from shardwright.layers.fp8.weights import Shards
 from shardwright.manager import context
 
-# (of x, of the kernel, of the gradient): `scale [1]`, `history [history]`.
+# The states of x, of the kernel and of the gradient. Each has a `scale`, `[1]`, and a `history`,
+# `[history]`.
 Metas = tuple[TensorScaling, TensorScaling, TensorScaling]
 
 
@@ -64,8 +65,8 @@ def quantized_dense(
         check the sizes of blocks.
 
     Raises:
-      LayerError: The recipe has blocks, and a device's part of a contracted dim is not a multiple
-        of 32.
+      LayerError: The recipe has blocks, and the shard of a contracted dim on a device is not a
+        multiple of 32.
     """
     if metas is None:
         check_kernel(np.shape(x), np.shape(kernel), contract, path=name, tokens=True)
@@ -93,7 +94,7 @@ def _forward(x: Any, kernel: Any, metas: Metas | None, call: Fp8Call) -> Any:
     if metas is None:
         return result.ys[0], (result.kept, None)
     form = call.recipe.forward
-    # The state of the gradient is updated in the backward pass, where its amax is known.
+    # The backward pass updates the state of the gradient, because the gradient is known only there.
     after = (
         _stepped(call, metas[0], result.amax_x, form),
         _stepped(call, metas[1], result.amax_kernels[0], form),
@@ -151,21 +152,21 @@ _AMAX: Final = re.compile(r"(.*)amax(.*)")
 def update_fp8_metas(state: Any) -> Any:
     """Compute the scales of a state in the layout of TransformerEngine before 2.0.
 
-    That layout has `amax`, `[rows, history]`, `scale` and `scale_inv`, `[rows, 1]`, perhaps with a
-    prefix and a postfix such as `fp8_meta_amax_0`. Rows are (input, kernel, gradient) of each
-    matmul. The new scale is `largest / amax / 2^margin`, where `largest` is the largest number of
-    the format. Where amax is 0 or not finite, the old scale is kept. The recipe is that of the
-    entered `autocast`, else `DelayedScaling()`.
+    In that layout, `amax` is `[rows, history]`, and `scale` and `scale_inv` are `[rows, 1]`. The
+    names may have a prefix and a postfix, as in `fp8_meta_amax_0`. Each matmul has three rows:
+    input, kernel, gradient. The new scale is `largest / amax / 2^margin`, where `largest` is the
+    largest number of the fp8 format. If amax is 0 or not finite, the old scale is kept. The recipe
+    is that of the entered `autocast`, else `DelayedScaling()`.
 
-    A state in the new layout needs no update, because its gradient is the new state.
+    A state in the layout of TransformerEngine 2 needs no update: its gradient is the new state.
 
     Args:
       state: Nested mappings with leaves of these names. Other leaves are returned unchanged.
         `state` itself is not changed.
 
     Raises:
-      LayerError: The state has the new layout, `..._amax_history`, or neither layout. Or a shape
-        does not fit. Or the recipe has no state.
+      LayerError: The state has the layout of TransformerEngine 2, `..._amax_history`, or an unknown
+        layout. Or a shape does not fit. Or the recipe has no state.
     """
     recipe = current_recipe() or DelayedScaling()
     if not isinstance(recipe, DelayedScaling):
@@ -198,8 +199,8 @@ def _updated(recipe: DelayedScaling, node: Any, path: str) -> tuple[Any, int]:
             continue
         if name.endswith("_amax_history"):
             raise LayerError(
-                "the state has the layout of TransformerEngine 2, in which its gradient is already "
-                "the new state",
+                "the state has the layout of TransformerEngine 2, in which the gradient of the "
+                "state is already the new state",
                 path=own,
                 fix='variables["fp8_metas"] = grads["fp8_metas"], without update_fp8_metas',
             )
@@ -219,7 +220,7 @@ def _row_scales(recipe: DelayedScaling, amax: Any, scale: Any, path: str) -> Any
         raise LayerError(
             f"amax has shape {np.shape(amax)}, and scale {np.shape(scale)}",
             path=path,
-            fix="give (input, kernel, gradient) of each matmul a row: [3 n, history] and [3 n, 1]",
+            fix="for n matmuls, give amax the shape [3 n, history], and scale [3 n, 1]",
         )
     amax = jnp.asarray(amax)
     # The newest amax is entry 0 of the history.

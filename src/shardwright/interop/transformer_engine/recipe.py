@@ -76,7 +76,7 @@ class NVFP4BlockScaling:
     disable_2d_quantization: bool = False
 
 
-# Fields that have one supported value.
+# Fields that have only one supported value.
 _FIXED: Final[dict[str, Any]] = {
     "scaling_factor_compute_algo": None,
     "reduce_amax": True,
@@ -89,7 +89,7 @@ _FIXED: Final[dict[str, Any]] = {
 
 
 def read_recipe(recipe: Any) -> fp8.Recipe:
-    """Return the recipe of `shardwright.layers.fp8` that equals a recipe of this module.
+    """Return the recipe of `shardwright.layers.fp8` that corresponds to a recipe of this module.
 
     Args:
       recipe: A recipe of this module. None for `DelayedScaling()`.
@@ -118,11 +118,11 @@ def read_recipe(recipe: Any) -> fp8.Recipe:
     if isinstance(given, Float8CurrentScaling):
         return fp8.CurrentScaling(forward=forward, backward=backward)
     if isinstance(given, MXFP8BlockScaling):
-        # TransformerEngine does not read this field either.
+        # TransformerEngine does not read the margin of this recipe either.
         if given.margin != 0:
             warnings.warn(
                 f"MXFP8BlockScaling(margin={given.margin!r}): the margin has no effect, as in "
-                "TransformerEngine; only the scales of DelayedScaling have one",
+                "TransformerEngine; only DelayedScaling uses a margin",
                 UserWarning,
                 stacklevel=4,
             )

@@ -1,6 +1,6 @@
 """Attention as TransformerEngine computes it without a fused kernel, on arrays alone.
 
-In a mask 1 hides a pair; everywhere else in this library True means attend.
+In a mask, 1 hides a pair of a query and a key. Everywhere else in shardwright, True means attend.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SoftmaxFusionType(enum.Enum):
 class AttnSoftmaxType(enum.Enum):
     """Which term is added to the denominator of the softmax.
 
-    Nothing, one logit of 0, or one learned logit per head.
+    The three types add nothing, one logit of 0, or one learned logit per head.
     """
 
     VANILLA_SOFTMAX = "vanilla"
@@ -45,7 +45,7 @@ def softmax(logits: Any, hidden: Any = None, *, offset: Any = None) -> Any:
 
     Args:
       logits: `[batch, heads, q_length, kv_length]`.
-      hidden: Bool, which broadcasts to the logits: the pairs that get 0.
+      hidden: Bools that broadcast to the logits. True hides a pair: its result is 0.
       offset: A logit that is added to the denominator only: a number, or an array that broadcasts
         to the logits.
     """
@@ -159,8 +159,8 @@ def attend(
       bias: Broadcasts to `[batch, heads, q_length, kv_length]`.
       offset: `[1, heads, 1, 1]`, for the learned softmax.
       dropout_key: A JAX key. None drops nothing.
-      start: Position of the first query, if the keys come from a cache. Defaults to the position
-        that the mask type implies, mostly 0.
+      start: Position of the first query, if the keys come from a cache. By default, the mask type
+        decides it: 0, unless the type has "bottom_right".
 
     Raises:
       LayerError: The mask type needs a mask, or bias and bias type do not agree.
@@ -217,8 +217,8 @@ def hidden_pairs(
       q_length: Number of queries.
       kv_length: Number of keys, at the positions from 0 on.
       mask: Where it is 1, the pair is hidden too.
-      start: Position of the first query. Defaults to the position that the mask type implies,
-        mostly 0.
+      start: Position of the first query. By default, the mask type decides it: 0, unless the type
+        has "bottom_right".
       is_cached: Whether the keys come from a cache, which is causal under every mask type.
     """
     takes_mask, is_causal, is_at_end = MASK_TYPES[config.mask_type]
@@ -304,7 +304,7 @@ def check_mask(mask: Any, pairs: tuple[int, ...]) -> None:
     raise LayerError(
         "the mask has values other than 0 and 1" if is_flags else f"the mask is {dtype}",
         path="mask",
-        fix="pass integers or bool, in which 1 hides a pair; pass values to add to logits as bias",
+        fix="pass integers or bools, in which 1 hides a pair; values to add to logits go to bias=",
     )
 
 
@@ -315,7 +315,7 @@ def _check_shape(name: str, array: Any, pairs: tuple[int, ...]) -> None:
         raise RankMismatchError(
             f"the {name} has shape {shape}, and the logits have {pairs}",
             path=name,
-            fix="pass [batch, heads, q_length, kv_length], each dim whole or of size 1",
+            fix="pass [batch, heads, q_length, kv_length]; each dim has its full size or size 1",
         )
 
 

@@ -186,18 +186,19 @@ def _manual_axes() -> tuple[str, ...]:
 
 
 def mesh_axes_of_names() -> dict[str, str | None]:
-    """Return the mesh axis of each name by the `MeshResource`; nothing without a mesh.
+    """Return the mesh axis of each name by the `MeshResource`. Without a mesh, the dict is empty.
 
     Raises:
       NoManagerError: There is a mesh, and no `MeshResource` is set.
       MissingMeshAxisError: The `MeshResource` names an axis that the mesh lacks.
     """
     mesh = _jax.mesh_at_hand()
-    # Inside a `shard_map` over all axes there is nothing left to shard.
+    # Inside a `shard_map` over all axes, there is nothing left to shard.
     if mesh is None or set(_manual_axes()) == set(mesh.axis_names):
         return {}
     resource = global_mesh_resource()
-    # Check axes that no name uses too, so that a misspelled axis is found before it is used.
+    # Also check the axes that no name uses, so that a misspelled axis is found before its first
+    # use.
     for axis in dataclasses.astuple(resource):
         _size(mesh, axis)
     is_sharded = _size(mesh, resource.tpsp_resource) > 1
@@ -297,7 +298,7 @@ def constrain(x: jax.Array, names: Sequence[str | None] | None) -> jax.Array:
 def shards_of(
     names: Sequence[str | None] | None, shape: Sequence[int], *, role: str
 ) -> tuple[tuple[tuple[str, int], ...], ...] | None:
-    """Return the mesh axes that each dim is sharded over by its logical name, with their sizes.
+    """Return the mesh axes over which the name of each dim shards it, with their sizes.
 
     Return None if the mesh axes are not known, because there are no names, no mesh or no
     `MeshResource`, or because a manager does not know a name. Inside `shard_map`, where shapes are

@@ -1,4 +1,4 @@
-"""The provided names of `eformer.escale`; the error of a call of any other name shows a fix."""
+"""The provided names of `eformer.escale`. A call of any other name raises an error with a fix."""
 
 from jax.sharding import NamedSharding as NamedSharding
 from jax.sharding import PartitionSpec as PartitionSpec

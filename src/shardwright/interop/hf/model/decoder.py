@@ -60,7 +60,8 @@ def programs(
       batch: Number of sequences on all devices.
       length: Tokens of a sequence; in decode, rows of a cache.
       remat: Remat policy: "none", "full", "dots" or "blocks".
-      chunks: Number of parts in which the loss is computed, one by one; it divides the length.
+      chunks: The loss is computed in this number of parts, one after the other. The number must
+        divide the length.
       repeats: As in `[pipeline]` of the strategy that trains.
 
     Raises:
@@ -105,8 +106,9 @@ def _router_bias(stack: Stack) -> ArraySpec:
 def decoder_specs(sizes: Sizes, *, stacked: bool, repeats: int = 1) -> dict[str, Any]:
     """Return the parameters as `ArraySpec`s: per layer, or stacked for a scan.
 
-    With `stacked`, each stack has a tree per layer of its pattern, with a leading dim LAYERS, and
-    then a tree per layer after the last whole pattern. `repeats` is that of `stack_specs`.
+    With `stacked`, each stack has one tree for each layer of its pattern, whose arrays have a
+    leading dim LAYERS. One tree for each layer after the last whole pattern follows. `repeats` is
+    the argument of `stack_specs`.
     """
     layers: list[Any] = []
     for stack in sizes.stacks:
@@ -143,7 +145,7 @@ class Decoder:
         if isinstance(attention, LatentConfig):
             added, cache = latent.apply(attention, w["attention"], x, cache=cache)
         else:
-            # With a cache the positions follow from its lengths.
+            # With a cache, the positions follow from the lengths of the cache.
             places = None if cache is not None else latent.positions_of(x)
             added, cache = attention_block.apply(
                 attention, w["attention"], x, state=cache, positions=places, valid=valid
@@ -170,7 +172,7 @@ class Decoder:
         """Return the residual after all layers, whose parameters are stacked.
 
         Raises:
-          LayerError: The strategy has a pipeline of other repeats.
+          LayerError: The strategy has a pipeline with another value of `repeats`.
         """
         settings = ambient_pipeline()
         repeats = 1 if settings is None else settings.repeats
@@ -196,7 +198,7 @@ class Decoder:
         return x
 
     def trip(self, stack: Stack, trees: list[Any], x: Any, _: LayerInputs) -> tuple[Any, None]:
-        """Return the residual after a scan over repeats of a pattern of layers."""
+        """Return the residual after one step of the scan, which runs one pattern of layers."""
         return self.trained(stack, x, trees)
 
     def trained(
@@ -206,7 +208,8 @@ class Decoder:
         for number, w in enumerate(trees):
             run: Any = functools.partial(self.uncached, stack, number)
             if (policy := remat_policy(self.remat)) is not None:
-                # A scan is a barrier that keeps XLA from merging both computations of a layer.
+                # A scan is a barrier that keeps XLA from merging the forward pass of a layer with
+                # its recomputation.
                 run = jax.checkpoint(run, policy=policy, prevent_cse=not is_scan)
             x = run(w, x)
         return x, None
@@ -228,7 +231,7 @@ class Decoder:
         return norm.apply(self.sizes.norm, use(params["norm"], own), x)
 
     def head(self, params: Any) -> Any:
-        """Return the output projection, or the embedding table if both are tied."""
+        """Return the output projection, or the embedding table if it is also the projection."""
         return params["embedding" if self.sizes.tied else "head"]
 
     def train_step(self, params: Any, moments: Any, tokens: Any) -> tuple[Any, Any]:
@@ -252,7 +255,7 @@ class Decoder:
             return p - (_RATE * m / (jnp.sqrt(v) + _EPSILON)).astype(p.dtype), m, v
 
         structure: Any
-        # `tree.map` would return one tree of triples, and the step needs three trees.
+        # `tree.map` would return one tree of triples, but the step needs three trees.
         leaves, structure = jax.tree.flatten(params)
         others = (jax.tree.leaves(tree) for tree in (gradients, *moments))
         new = [update(*each) for each in zip(leaves, *others, strict=True)]
@@ -274,8 +277,8 @@ class Decoder:
         """
         if (settings := ambient_pipeline()) is not None:
             raise LayerError(
-                f'schedule = "{settings.schedule}" runs stacked layers, and those with caches are '
-                "not stacked: each device would hold all of them",
+                f'schedule = "{settings.schedule}" runs stacked layers, and layers with caches are '
+                "not stacked: each device would hold all layers",
                 path="layers",
                 rule=_rule_of_layers(),
                 fix='write schedule = "none" under [pipeline], or serve under a strategy without '
@@ -315,7 +318,7 @@ class Decoder:
         )
 
     def last_logits(self, params: Any, x: Any) -> Any:
-        """Return the logits of the last token. Its dim of length 1 is not sharded."""
+        """Return the logits of the last token. Their dim of length 1 is not sharded."""
         # Only the last token gets logits, so the norm and the matmul skip all others.
         x = self.end(params, place(x[:, -1:], (BATCH, EMPTY, EMBED)))
         tied, dtype = self.sizes.tied, self.sizes.dtypes.compute
@@ -382,7 +385,7 @@ class Decoder:
                 )
                 left = None if config.window is None else config.window[0]
                 if left is not None and left + 1 < capacity:
-                    # A ring of the positions before a query, and its own.
+                    # A ring holds the positions before a query, and the query's own position.
                     size = left + 1
                     make = functools.partial(make, kind="sliding", capacity=size, window=size)
                 cache = jax.eval_shape(make)

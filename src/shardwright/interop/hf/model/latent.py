@@ -45,7 +45,8 @@ class LatentConfig:
     Attributes:
       embed: Size of the residual.
       heads: Number of heads.
-      query_rank: Size of the latent of the queries, or None if queries have one matmul.
+      query_rank: Size of the latent of the queries. None if one matmul, without a latent, gives the
+        queries.
       rank: Size of the latent of keys and values.
       plain_dim: Size of the part of a head that is not rotated.
       rope_dim: Size of the rotated part, which all heads of the keys share.
@@ -114,7 +115,8 @@ def apply(
     if "query_norm" in w:
         latent = norm.apply(norm.RMS, w["query_norm"], latent)
     q = einsum("bsr,rhd->bshd", latent, w["query"], out=QUERIES)
-    # Only a part of a head has positions, so that the rest can be absorbed into the latent.
+    # Only a part of a head is rotated, so that for the rest, the key projection can move to the
+    # queries below.
     q, q_rope = q[..., : config.plain_dim], rope(q[..., config.plain_dim :], positions)
     both = einsum("bse,er->bsr", x, w["down"], out=_LATENT)
     rows = norm.apply(norm.RMS, w["down_norm"], both[..., : config.rank])

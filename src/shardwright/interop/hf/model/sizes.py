@@ -59,7 +59,7 @@ class Sizes:
 
     Attributes:
       family: `model_type` of the configuration.
-      vocab: Number of tokens of the embedding table.
+      vocab: Number of rows of the embedding table.
       embed: Size of the residual.
       stacks: The layers, in order.
       tied: Whether the output projection is the embedding table.
@@ -178,7 +178,7 @@ def _sizes(
     reasons = [*differs]
     patterns = tuple(part for stack in stacks for part in _with_patterns(config, stack, reasons))
     if config.flag("use_bidirectional_attention"):
-        reasons.append("attention is causal here, and in the model it sees later positions")
+        reasons.append("attention is causal here, but sees later positions in the model")
     return Sizes(
         family=config.family,
         vocab=config.number("vocab_size"),
@@ -194,9 +194,9 @@ def _sizes(
     )
 
 
-# Family -> one of how many layers has no window, where the configuration does not say.
+# Family -> n, where one of n layers has no window. Used if the configuration does not say.
 _EVERY: Final = MappingProxyType({"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2})
-# Family -> base of the rotary frequencies, where the configuration does not say.
+# Family -> base of the rotary frequencies. Used if the configuration does not say.
 _THETAS: Final = MappingProxyType(
     {"gemma3": 1e6, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}
 )
@@ -211,15 +211,15 @@ _LONGEST_PERIOD: Final = 8
 def _with_patterns(config: Config, stack: Stack, differs: list[str]) -> tuple[Stack, ...]:
     """Give layers their windows and rotary frequencies; append to `differs` why logits differ.
 
-    Kinds of layers that alternate become one stack with a pattern. If they come in few long runs,
-    each run is a stack.
+    If the kinds of layers repeat after at most 8 layers, the stack gets this pattern. Otherwise,
+    each run of layers of one kind becomes a stack.
     """
     attention = stack.attention
     if isinstance(attention, LatentConfig):
         return (stack,)
     kinds = _layer_types(config, stack.layers)
     if _CHUNKED in kinds:
-        differs.append("chunked attention has windows in place of chunks")
+        differs.append("chunked attention is computed with sliding windows instead of chunks")
         kinds = [_LOCAL if kind == _CHUNKED else kind for kind in kinds]
     # The size is read only where a layer has a window: other configurations may lack it.
     windows: dict[str, Window | None] = {_GLOBAL: None}

@@ -1,4 +1,6 @@
-"""TransformerEngine's linen modules: its fields, variables and paths over `shardwright.layers`.
+"""TransformerEngine's linen modules, with its fields, variables and paths.
+
+The modules compute with `shardwright.layers`.
 
 This package imports flax. A module belongs here if `transformer_engine.jax.flax` has it; functions
 on arrays belong in `shardwright.layers`.

@@ -56,9 +56,8 @@ def check_supported(module: Any, *given: Any) -> None:
             raise AttentionError(
                 f"{name} is not supported: these modules have no fused kernel",
                 path=name,
-                fix=f"leave {name} out; shardwright.attention takes a mask of any form, and a "
-                "strategy "
-                "can shard its sequence",
+                fix=f"leave {name} out; shardwright.attention takes any mask, and a strategy can "
+                "shard the sequence",
             )
 
 
@@ -75,7 +74,7 @@ def read_transposed(value: bool | None, name: str) -> bool:
 
 
 def unpacked(layout: str, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    """Return query, key and value of one of the layouts, packed at dim -3."""
+    """Return query, key and value. A packed layout stacks them at dim -3."""
     if layout == "bs3hd":
         return tuple(query[..., at, :, :] for at in range(3))
     if layout == "bshd_bs2hd":
@@ -104,12 +103,13 @@ class SoftmaxOffset(Module):  # type: ignore[misc]
 class DotProductAttention(Module):  # type: ignore[misc]
     """Attend, with TransformerEngine's names for masks, biases and layouts.
 
-    In a mask 1 hides a pair. `attn_mask_type` decides causality and `window_size` the window, with
-    and without a mask. The type "causal" ignores a mask unless there is a window.
+    In a mask, 1 hides a pair of a query and a key. `attn_mask_type` decides causality and
+    `window_size` the window, with and without a mask. The type "causal" ignores a mask unless there
+    is a window.
 
     Attributes:
-      head_dim: Size of a head. As in TransformerEngine, sizes come from the arrays, and this field
-        and the next two are not checked against them.
+      head_dim: Size of a head. As in TransformerEngine, sizes come from the arrays: this field and
+        the next two are not checked against the arrays.
       num_attention_heads: Heads of queries.
       num_gqa_groups: Heads of keys and values. Defaults to `num_attention_heads`.
       attention_dropout: Probability of dropping a weight.
@@ -247,7 +247,7 @@ def _only_mask(descriptor: Any, mask: Any) -> Any:
 
 
 def _check_dtypes(dtype: Any, arrays: Any) -> None:
-    """Check that query, key and value have one dtype; if the field `dtype` is given, this dtype."""
+    """Check that query, key and value have one dtype, which is the field `dtype` if it is given."""
     own = {each.dtype for each in arrays}
     if len(own) > 1 or (dtype is not None and jnp.dtype(dtype) not in own):
         raise AttentionError(
@@ -296,14 +296,16 @@ def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any
         is_full = start + count > length
         if not isinstance(is_full, jax.core.Tracer) and bool(np.asarray(is_full)):
             raise CacheError(
-                f"the cache holds {length} tokens, has {int(start)}, and gets {count} more",
+                f"the cache has {length} rows, {int(start)} are filled, and {count} more tokens "
+                "are appended",
                 path="cache_index",
                 fix="initialize the module with inputs as long as the longest sequence",
             )
         key = _written(keys.value, key, start, dim)
         value = _written(values.value, value, start, dim)
         keys.value, values.value, index.value = key, value, start + count
-        # A traced program cannot raise, and `dynamic_update_slice` would overwrite earlier rows.
+        # A traced program cannot raise an error, and `dynamic_update_slice` has overwritten earlier
+        # rows. So make the values NaN.
         value = jnp.where(is_full, jnp.nan, value)
     batch = query.shape[1 - dim]
     check_mask(mask, (batch, query.shape[2], count, key.shape[dim]))
@@ -324,7 +326,7 @@ def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any
 
 
 def _written(stored: Any, rows: Any, start: Any, dim: int) -> Any:
-    """Return the stored rows with new rows from a position on, sharded like the new rows."""
+    """Return the stored rows, with new rows from `start` on. They are sharded like the new rows."""
     sharding = jax.typeof(rows).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:
         # Over Explicit axes, an update must have the sharding of the updated array.

@@ -49,7 +49,7 @@ class TransformerLayerType(enum.Enum):
     DECODER = "decoder"
 
 
-# Fields that self-attention and cross-attention have under the same name.
+# Fields of a layer that its self-attention and its cross-attention have under the same name.
 _SAME = (
     *("num_attention_heads", "num_gqa_groups", "attention_dropout", "dropout_rng_name", "dtype"),
     *("layernorm_type", "layernorm_epsilon", "zero_centered_gamma", "use_bias", "bias_init"),
@@ -63,7 +63,7 @@ _SAME = (
 def attention_of(
     layer: Any, name: str, kind: Any = MultiHeadAttention, **fields: Any
 ) -> MultiHeadAttention:
-    """Create an attention of a layer."""
+    """Create an attention module of a layer."""
     attention: MultiHeadAttention = kind(
         head_dim=layer.hidden_size // layer.num_attention_heads,
         float32_logits=layer.float32_attention_logits,
@@ -78,7 +78,7 @@ def attention_of(
 def cross_attention_of(
     layer: Any, inputs: tuple[Any, Any], mask: Any, *, start: Any
 ) -> tuple[MultiHeadAttention, Any]:
-    """Create the attention of a decoder to the encoder; return the module and its mask.
+    """Create the cross-attention of a decoder layer; return the module and its mask.
 
     Args:
       layer: The layer.
@@ -90,8 +90,8 @@ def cross_attention_of(
     if start is not None:
         fields["start"] = start
     if start is not None and layer.window_size is not None and mask is not None:
-        # The attention module would count its window from its first row, so put the window into the
-        # mask here.
+        # The attention module would count the window from row 0 of the new queries, not from their
+        # positions. So put the window into the mask here.
         lengths = [each.shape[0 if layer.transpose_batch_sequence else 1] for each in inputs]
         config = ScoreConfig(mask_type="padding", window=layer.window_size)
         mask = hidden_pairs(config, *lengths, mask=mask, start=start)
@@ -100,7 +100,7 @@ def cross_attention_of(
 
 
 def self_attention_of(layer: Any, name: str) -> MultiHeadAttention:
-    """Create the attention of a layer to its own input."""
+    """Create the self-attention of a layer."""
     return attention_of(
         layer,
         name,
@@ -162,14 +162,14 @@ def output_norm_of(layer: Any) -> LayerNorm:
 def add(
     layer: Any, branch: Any, residual: Any, *, deterministic: bool, drop_path: float = 0.0
 ) -> Any:
-    """Drop elements of a branch and whole sequences of it, then add it to the residual."""
+    """Apply dropout and stochastic depth to a branch, then add the branch to the residual."""
     names, stream = residual_names(layer), layer.dropout_rng_name
     branch, residual = constrain(branch, names), constrain(residual, names)
     drop = Dropout(layer.hidden_dropout, layer.hidden_dropout_dims, stream)
     branch = drop(branch, deterministic)
     if drop_path > 0:
-        # One random number per sequence: stochastic depth (arXiv:1603.09382).
-        # The mask is the same along all dims but the batch.
+        # Stochastic depth (arXiv:1603.09382) draws one random number per sequence, so the mask is
+        # the same along all dims but the batch.
         inner = (0, 2) if layer.transpose_batch_sequence else (1, 2)
         branch = Dropout(drop_path, inner, stream)(branch, deterministic)
     return branch + residual
@@ -238,10 +238,11 @@ class TransformerLayer(Module):  # type: ignore[misc]
       layernorm_epsilon: `epsilon` of `LayerNorm`.
       zero_centered_gamma: As in `LayerNorm`.
       hidden_dropout: Probability of dropping an element before it is added to the residual.
-      hidden_dropout_dims: Dims along which all elements share one value of that mask.
+      hidden_dropout_dims: Dims along which all elements share one value of this dropout's mask.
       attention_dropout: As in `DotProductAttention`.
       intermediate_dropout: Probability of dropping a hidden element of the MLP.
-      intermediate_dropout_dims: Dims along which all elements share one value of that mask.
+      intermediate_dropout_dims: Dims along which all elements share one value of this dropout's
+        mask.
       dropout_rng_name: Name of the random stream of every dropout.
       mha_kernel_init: Initializer of the kernels of attention. Defaults to that of
         `MultiHeadAttention`.
@@ -250,14 +251,16 @@ class TransformerLayer(Module):  # type: ignore[misc]
       mlp_activation_params: As in `LayerNormMLP`.
       use_bias: Whether matmuls have biases.
       bias_init: Initializer of the biases.
-      apply_residual_connection_post_layernorm: Whether the outputs of the norms are the residuals.
+      apply_residual_connection_post_layernorm: Whether a branch is added to the output of its norm,
+        not to the input of the norm.
       output_layernorm: Whether the norm is at the end of the layer instead of before its attention.
       float32_attention_logits: As `float32_logits` in `DotProductAttention`.
       layer_type: Encoder or decoder.
       self_attn_mask_type: As `attn_mask_type` in `DotProductAttention`.
       self_attn_bias_type: As `attn_bias_type` in `DotProductAttention`.
       enable_relative_embedding: Whether logits get a relative position bias.
-      relative_embedding: The module of the relative position bias. Defaults to 32 buckets of T5.
+      relative_embedding: The module of the relative position bias. Defaults to that of T5, with 32
+        buckets.
       enable_rotary_pos_emb: As in `MultiHeadAttention`.
       rotary_pos_emb_windows: As in `MultiHeadAttention`.
       rotary_pos_emb_group_method: As in `MultiHeadAttention`.
@@ -268,7 +271,7 @@ class TransformerLayer(Module):  # type: ignore[misc]
       drop_path: Probability of dropping a branch for a whole sequence.
       fuse_qkv_params: As in `MultiHeadAttention`.
       transpose_batch_sequence: Whether inputs are `[length, batch, hidden_size]`.
-      enable_sequence_parallel: Whether the residual is sharded over the sequence.
+      enable_sequence_parallel: Whether the sequence dim of the residual is sharded.
       scale_attn_logits: As in `MultiHeadAttention`.
       scaled_query_init: As in `MultiHeadAttention`.
       window_size: As in `DotProductAttention`.

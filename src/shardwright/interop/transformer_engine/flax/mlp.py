@@ -30,8 +30,8 @@ from shardwright.interop.transformer_engine.flax.module import (
 from shardwright.interop.transformer_engine.sharding import constrain
 from shardwright.layers.activation import ACTIVATIONS, Clamp, check_names, gated
 
-# TransformerEngine fuses these pairs. It also fuses a single first activation of a pair, except
-# "clamped_silu".
+# TransformerEngine fuses these pairs of activations. It also fuses the first activation of a pair
+# if that is the only activation, except "clamped_silu".
 _FUSED_PAIRS = (
     ("clamped_silu", "clamped_linear"),
     ("gelu", "linear"),
@@ -44,7 +44,7 @@ _CLAMP_FIELDS = {"limit": "limit", "alpha": "alpha", "glu_linear_offset": "offse
 
 
 def activations_of(activations: Any) -> tuple[str | Callable[[Any], Any], ...]:
-    """Return names in lower case, a linear activation last. Functions do not change.
+    """Return the activations, with names in lower case. A linear activation comes last.
 
     Raises:
       LayerError: There are no names, or a name is neither known nor a function of flax.
@@ -80,7 +80,7 @@ def exchanges_gradients(module: Any, activations: tuple[Any, ...]) -> bool:
 def activate(
     activations: tuple[str | Callable[[Any], Any], ...], x: Any, params: Mapping[str, float] | None
 ) -> Any:
-    """Return the product of one activation per slice of `x`, `[..., activations, mlp]`.
+    """Apply one activation to each slice of `x`, `[..., activations, mlp]`; multiply the results.
 
     Raises:
       LayerError: A constant of the clamped activations is unknown.
@@ -108,7 +108,7 @@ def activate(
 
 
 class LayerNormMLP(Module):  # type: ignore[misc]
-    """Normalize the last dim, then apply an MLP, gated if there are several activations.
+    """Normalize the last dim, then apply an MLP. It is gated if there are several activations.
 
     Attributes:
       intermediate_dim: Size of the hidden dim.
@@ -120,12 +120,13 @@ class LayerNormMLP(Module):  # type: ignore[misc]
       scale_axes: As in `LayerNorm`.
       ln_bias_init: Initializer of `ln_bias`.
       ln_bias_axes: Logical names of `ln_bias`.
-      kernel_init: Initializer of `wi_kernel`, `[embed, activations, mlp]`, one activation after the
-        other, and of `wo_kernel`, `[mlp, embed]`. Defaults to that of `DenseGeneral`.
+      kernel_init: Initializer of `wi_kernel`, `[embed, activations, mlp]`, and of `wo_kernel`,
+        `[mlp, embed]`. For `wi_kernel`, it is called once for each activation. Defaults to that of
+        `DenseGeneral`.
       kernel_axes_1: Logical names of `wi_kernel`.
       kernel_axes_2: Logical names of `wo_kernel`.
       use_bias: Whether to add `wi_bias` and `wo_bias`.
-      bias_init: Initializer of both.
+      bias_init: Initializer of both biases.
       bias_axes_1: Logical names of `wi_bias`.
       bias_axes_2: Logical names of `wo_bias`.
       return_layernorm_output: Whether the second result is the output of the norm.

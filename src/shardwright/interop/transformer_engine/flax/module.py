@@ -1,7 +1,7 @@
 """The modules of TransformerEngine's `flax/module.py`, except `LayerNormMLP`.
 
-Parameters are in flax's boxes, and dropout has flax's paths. A matmul runs in fp8 if `autocast`
-has entered a recipe.
+Parameters are in flax's boxes, which hold logical names. The keys of dropout depend on the paths of
+the modules, as in flax. A matmul runs in fp8 if `autocast` has entered a recipe.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def check_last_axis(axis: Any) -> None:
 
 
 def check_inputs(path: str, x: Any, *, rank: int | None = None) -> None:
-    """Check the number of dims of an input, at least 1 or exactly `rank`.
+    """Check that an input has at least one dim, or exactly `rank` dims.
 
     Raises:
-      RankMismatchError: The number differs.
+      RankMismatchError: The input has another number of dims.
     """
     if x.ndim == rank or (rank is None and x.ndim):
         return
@@ -109,7 +109,7 @@ def check_inputs(path: str, x: Any, *, rank: int | None = None) -> None:
 
 
 class Dropout(Module):  # type: ignore[misc]
-    """`layers.dropout` with a key of the module's own path, so that masks are those of TE.
+    """`layers.dropout` with a key from the path of the module, as in TransformerEngine.
 
     Attributes:
       rate: Probability of dropping an element.
@@ -141,9 +141,9 @@ def matmul(
     postfix: str = "",
     grad_postfix: str | None = None,
 ) -> Any:
-    """Return the matmul of a module with its kernel, in the dtype of `x`.
+    """Return the matmul of `x` with a kernel of a module, in the dtype of `x`.
 
-    Under delayed scaling the module has the variables `{x,kernel,grad}{postfix}_scale`, `[1]`, and
+    Under delayed scaling, the module has the variables `{x,kernel,grad}{postfix}_scale`, `[1]`, and
     `..._amax_history`, `[history]`, in the collection `fp8_metas`.
 
     Args:
@@ -201,7 +201,7 @@ _KINDS = {"layernorm": "layer", "rmsnorm": "rms"}
 
 
 def norm_config(layernorm_type: str, epsilon: float, zero_centered_gamma: bool) -> NormConfig:
-    """Return the config of a norm by TransformerEngine's fields.
+    """Return the config of a norm from TransformerEngine's fields.
 
     Raises:
       LayerError: The type is unknown, or an RMS norm is to be zero-centered.
@@ -300,7 +300,7 @@ class Softmax(Module):  # type: ignore[misc]
     def __call__(
         self, inputs: Any, mask: Any = None, bias: Any = None, softmax_offset: Any = None
     ) -> Any:
-        """Return the weights of `inputs`, `[batch, heads, q_length, kv_length]`.
+        """Return the softmax of the logits `inputs`, `[batch, heads, q_length, kv_length]`.
 
         A pair with a mask of 1 gets the weight 0.
         """
@@ -387,7 +387,7 @@ def adapted(
 
 
 def bias_of(module: Any, features: tuple[int, ...], dtype: Any) -> Any:
-    """Create the parameter `bias`, and cast it; 0 if the module uses none."""
+    """Create and cast the parameter `bias`. Return 0 if the module has no bias."""
     if not module.use_bias:
         # A scalar broadcasts, so callers add it without a branch.
         return jnp.zeros((), dtype)
@@ -413,7 +413,7 @@ def contracted(axis: Any, x: Any) -> tuple[int, ...]:
 
 
 class DenseGeneral(Module):  # type: ignore[misc]
-    """Multiply dims of the input with a kernel.
+    """A matmul that contracts dims of the input with a kernel.
 
     Attributes:
       features: Size of each output dim of the kernel.
@@ -424,7 +424,7 @@ class DenseGeneral(Module):  # type: ignore[misc]
       bias_init: Initializer of `bias`.
       bias_axes: Logical names of `bias`.
       enable_low_rank_adaptation: Whether to add a low-rank adaptation.
-      low_rank_adaptation_dim: Its rank.
+      low_rank_adaptation_dim: Rank of the adaptation.
       low_rank_adaptation_alpha: The result of the adaptation is multiplied by alpha / rank; if
         None, it is not multiplied.
       axis: The dims of the input that are contracted.
@@ -503,7 +503,7 @@ class LayerNormDenseGeneral(Module):  # type: ignore[misc]
       dtype: Dtype of the parameters.
       layernorm_input_axes: Logical names of the input of the norm.
       dot_input_axes: Logical names of the input of the matmul.
-      depth_scaling: The result is divided by it.
+      depth_scaling: The result is divided by this number.
       transpose_batch_sequence: As in `DenseGeneral`.
       quantization_checkpoint_name: As in `DenseGeneral`.
     """

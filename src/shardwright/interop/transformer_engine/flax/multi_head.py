@@ -99,8 +99,7 @@ def norm_fields_of(module: Any) -> dict[str, Any]:
 
 
 def split_heads(module: Any, arrays: Any, *, starts: tuple[Any, Any]) -> list[Any]:
-    """Return query, key and value with a dim of heads, and query and key rotated if the module says
-    so.
+    """Split the heads of query, key and value, and apply the rotary positions of the module.
 
     Args:
       module: A `MultiHeadAttention`.
@@ -157,7 +156,7 @@ def projected(module: Any, x: Any, x_kv: Any) -> tuple[Any, Any, Any, Any]:
     Args:
       module: A `MultiHeadAttention`.
       x: Input of the queries.
-      x_kv: Input of keys and values; None for self-attention, where it is the norm of `x`.
+      x_kv: Input of keys and values. None means self-attention: this input is then the norm of `x`.
     """
     counts = module.num_attention_heads, module.num_gqa_groups
     sizes = [count * module.head_dim for count in counts]
@@ -255,8 +254,8 @@ def attention_of(module: Any, *, decode: bool) -> DotProductAttention:
 class MultiHeadAttention(Module):  # type: ignore[misc]
     """Multi-head attention with a norm before it.
 
-    If `inputs_q is inputs_kv`, the module computes self-attention: keys and values then come from
-    the norm too.
+    If `inputs_q is inputs_kv`, the module computes self-attention: keys and values are then also
+    computed from the output of the norm.
 
     Attributes:
       head_dim: Size of a head.
@@ -276,10 +275,10 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
       attn_mask_type: As in `DotProductAttention`.
       attn_bias_type: As in `DotProductAttention`.
       enable_rotary_pos_emb: Whether queries and keys are rotated by their positions.
-      rotary_pos_emb_windows: As `windows` in `rotary.rotate`.
+      rotary_pos_emb_windows: As `windows` in `scores.rotate`.
       rotary_pos_emb_group_method: "consecutive" or "alternate".
-      low_rank_adaptation_scope: Which matmuls are adapted: none, all, qkv_proj, output_proj, mlp,
-        or one of the last three after "exclude_".
+      low_rank_adaptation_scope: Which matmuls are adapted: "none", "all", "qkv_proj", "output_proj"
+        or "mlp". Or all but one of the last three: "exclude_mlp", for example.
       low_rank_adaptation_dim: As in `DenseGeneral`.
       low_rank_adaptation_alpha: As in `DenseGeneral`.
       dtype: Dtype of the parameters.
@@ -287,7 +286,7 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
         cross-attention, or if `num_gqa_groups` is smaller than `num_attention_heads`, only the
         kernels of key and value are one parameter.
       transpose_batch_sequence: As in `DotProductAttention`.
-      enable_sequence_parallel: Whether the input is sharded over the sequence.
+      enable_sequence_parallel: Whether the sequence dim of the input is sharded.
       scale_attn_logits: Whether logits are divided by `sqrt(head_dim)`.
       scaled_query_init: Whether the initial query kernel is divided by `sqrt(head_dim)`.
       float32_logits: As in `DotProductAttention`.
@@ -295,11 +294,11 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
       softmax_type: As in `DotProductAttention`.
       score_mod: Not supported.
       score_mod_bprop: Not supported.
-      num_heads: Deprecated; `num_attention_heads`.
-      dropout_rate: Deprecated; `attention_dropout`.
-      output_layernorm: Removed; `input_layernorm`.
-      apply_residual_connection_post_layernorm: Deprecated; `return_layernorm_output`.
-      fuse_qkv: Deprecated; `fuse_qkv_params`.
+      num_heads: Deprecated; use `num_attention_heads`.
+      dropout_rate: Deprecated; use `attention_dropout`.
+      output_layernorm: Removed; use `input_layernorm`.
+      apply_residual_connection_post_layernorm: Deprecated; use `return_layernorm_output`.
+      fuse_qkv: Deprecated; use `fuse_qkv_params`.
     """
 
     head_dim: int
@@ -366,7 +365,7 @@ class MultiHeadAttention(Module):  # type: ignore[misc]
     ) -> tuple[Any, Any]:
         """Return the output, and the output of the norm or None."""
         check_inputs_of(self, inputs_q, inputs_kv, score_mod_tensors, score_mod_bprop_tensors)
-        # Compare identity, as TransformerEngine does: equal arrays are not self-attention.
+        # As in TransformerEngine, only the same object makes self-attention, not an equal array.
         is_self = inputs_q is inputs_kv
         names = (*leading(self, is_sharded=self.enable_sequence_parallel), HIDDEN_AXES)
         x = constrain(inputs_q, names)

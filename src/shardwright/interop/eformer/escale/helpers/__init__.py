@@ -1,3 +1,3 @@
-"""`eformer.escale.helpers`: no name is provided; the error of a call says why."""
+"""No name of `eformer.escale.helpers` is provided. A call of a name raises an error with a fix."""
 
 from shardwright.interop.eformer.absent import __getattr__ as __getattr__

@@ -1,3 +1,3 @@
-"""`eformer.escale.mesh.mesh_helpers`: no name is provided; the error of a call says why."""
+"""No name of `eformer.escale.mesh.mesh_helpers` is provided. A call raises an error with a fix."""
 
 from shardwright.interop.eformer.absent import __getattr__  # noqa: F401

@@ -1,3 +1,3 @@
-"""`eformer.escale.partition.auto_spec`: no name is provided; the error of a call says why."""
+"""No name of `eformer.escale.partition.auto_spec` is provided: a call raises an error."""
 
 from shardwright.interop.eformer.absent import __getattr__  # noqa: F401

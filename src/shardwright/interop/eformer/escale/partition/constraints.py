@@ -130,7 +130,7 @@ def with_sharding_constraint(
       arr: Arrays.
       sharding: One spec or sharding for all arrays.
       policy: What happens to a dim that does not fit. Defaults to the policy of the ambient
-        manager, else to an error.
+        manager, else to that of `SHARDWRIGHT_EFORMER_POLICY`, else to an error.
 
     Raises:
       NoMeshError: There is no mesh, and the policy is strict.
@@ -173,7 +173,7 @@ lax_reshard = with_sharding_constraint
 
 def _rules_for(mesh: Mesh | AbstractMesh, policy: Policy) -> AxisRules:
     """Return rules that allow literal specs to name all axes of a mesh."""
-    # The resolver reads only rules, so literal specs need a rule that names each axis of the mesh.
+    # The resolver knows only mesh axes that rules name, so one rule names each axis of the mesh.
     names = Rule(
         candidates=tuple((name,) for name in mesh.axis_names),
         ref=RuleRef(key="mesh", text=" | ".join(mesh.axis_names)),
@@ -205,15 +205,15 @@ def get_corrected_named_sharding(
 ) -> NamedSharding:
     """Return the sharding of a spec on the current mesh.
 
-    The spec is returned as written, with one entry per dim, and with mesh axes of size 1.
+    The spec has one entry per dim, and keeps mesh axes of size 1.
 
     Args:
       shape: Shape of the array.
       partition_spec: A literal spec.
       raise_mesh_error: Whether a missing mesh is an error. If False, a replicated sharding on the
         empty mesh is returned.
-      policy: What happens to a dim that does not fit; `"eformer"` replicates it. Defaults to the
-        policy of the ambient manager, else to an error.
+      policy: What happens to a dim that does not fit; `"eformer"` replicates it. For the default,
+        see `with_sharding_constraint`.
 
     Raises:
       NoMeshError: There is no mesh.
@@ -269,7 +269,7 @@ def match_partition_rules(
       strict: Whether to check ranks, and to replicate scalars and small arrays whatever rule
         matches them. If False, the spec of the rule is used without any check.
       policy: A policy with `rank = "fit"`, such as `"eformer"`, cuts a spec longer than its array.
-        Defaults to the policy of the ambient manager, else to an error.
+        For the default, see `with_sharding_constraint`.
 
     Raises:
       StrategyError: No rule matches a path, or a pattern is invalid. The error lists all such paths
@@ -305,15 +305,16 @@ def match_partition_rules(
 def make_shard_and_gather_fns(
     partition_specs: Any, mesh: Mesh | None = None, *, policy: Policy | str | None = None
 ) -> tuple[Any, Any]:
-    """Return two trees of functions: to place an array on the mesh, and to move it to the host.
+    """Return two trees of functions: shard functions and gather functions.
 
-    NumPy arrays are placed too. If there are several processes, all must hold equal data.
+    A shard function places an array on the mesh, also a NumPy array. A gather function moves an
+    array to the host. If there are several processes, all must hold equal data.
 
     Args:
       partition_specs: A tree of `PartitionSpec`s.
       mesh: Defaults to the current mesh.
-      policy: See `with_sharding_constraint`. The policy of the ambient manager is read here, not in
-        the calls.
+      policy: See `with_sharding_constraint`. The policy of the ambient manager is read when the
+        functions are created, not when they are called.
 
     Raises:
       NoMeshError: There is no mesh.
@@ -339,8 +340,8 @@ def make_shard_and_gather_fns(
 def extract_shardings(tree: Any, mesh: Mesh | None = None) -> Any:
     """Return the `NamedSharding` of each leaf, or None.
 
-    If the sharding of a leaf is a bare `PartitionSpec`, it is used on the mesh, by default the
-    current mesh.
+    If the sharding of a leaf is a bare `PartitionSpec`, the result has this spec on `mesh`, which
+    defaults to the current mesh.
 
     Raises:
       NoMeshError: A leaf has a bare spec, and there is no mesh.
@@ -431,7 +432,9 @@ def min_sharding_size() -> int:
 # Read the environment once: a later change would not affect programs that are already compiled.
 @functools.cache
 def default_policy() -> str:
-    """Return the name of the policy of managers and calls that state none, or an empty text.
+    """Return the policy that the environment names, or an empty text if it names none.
+
+    It is the default of managers and calls.
 
     Raises:
       StrategyError: The environment variable names no preset.

@@ -93,7 +93,7 @@ class PartitionManager:
         rules = paxis.compile(
             policy=parse_policy(default or policy or "strict"), registered=registered
         )
-        # JAX keeps the key, so it must not hold the manager. The repr of paxis has all its fields.
+        # JAX keeps the key, so the key must not hold the manager. `repr(paxis)` has all its fields.
         key = (rules.fingerprint(), mesh, repr(paxis))
         # The dataclass is frozen, so set its fields by `object.__setattr__`.
         for name, value in {
@@ -101,7 +101,7 @@ class PartitionManager:
             "mesh": mesh,
             "rules": rules,
             "registered": registered,
-            # The source of the policy, if the program does not state one.
+            # Where the policy comes from, if the program does not state one.
             "note": f"policy {default!r} by {POLICY_VARIABLE}" if default else "",
             "_hash": hash((rules, mesh)),
             "_key": context.key_of(key, f"PartitionManager({paxis!r})"),
@@ -171,7 +171,7 @@ class PartitionManager:
             dims = [tuple(dim) if isinstance(dim, list) else dim for dim in annotation.axes]
             rules = self.paxis.compile(registered=self.registered)
             return written_spec(dims, rules, runtime_mode, mesh)
-        except ShapeRequiredError:  # eformer has no rules with several candidates
+        except ShapeRequiredError:  # a rule has several candidates, unlike in eformer
             if sizes is None:
                 raise
             return self.native().resolve(annotation, mode=runtime_mode, shape=sizes)
@@ -223,7 +223,7 @@ class PartitionManager:
     def native(self, *, strict: bool = False) -> native.PartitionManager:
         """Return the `shardwright.PartitionManager` of these rules on the current mesh.
 
-        Calls with equal `PartitionAxis`, rules and mesh return one object.
+        Calls on one `PartitionAxis` object with equal rules and mesh return the same manager.
 
         Raises:
           NoMeshError: There is no mesh.
@@ -242,7 +242,7 @@ class PartitionManager:
         return manager
 
     def _request(self, axes: Any, mode: Any, dynamic_axes: Any) -> tuple[Any, str | None]:
-        """Return the annotation of a call, with axes as a layout, and the mode of the call."""
+        """Return the annotation of a call, and its mode. Axes in a list become a layout."""
         annotation, mode_name = read_request(axes, mode, dynamic_axes)
         if not isinstance(annotation, DynamicShardingAxes):
             return annotation, mode_name
@@ -253,7 +253,7 @@ class PartitionManager:
         return layout, mode_name
 
     def _spelled(self, layout: DynamicShardingAxes) -> DynamicShardingAxes:
-        """Return a layout of known names, with mesh axes replaced by parallelism axes."""
+        """Check the names of a layout, and return it with parallelism axes for mesh axes."""
         dims = self.paxis.spelled(layout.axes, self.rules)
         same = dims == tuple(tuple(dim) if isinstance(dim, list) else dim for dim in layout.axes)
         return layout if same else DynamicShardingAxes(dims, layout.mode)
@@ -336,7 +336,7 @@ def apply_logical_sharding(
     dynamic_axes: Any = NOT_GIVEN,
     auto_correct: bool = True,
 ) -> Any:
-    """Place an array as its axes resolve.
+    """Place an array by the spec that its axes resolve to.
 
     Example: `apply_logical_sharding(x, dynamic_axes=HiddenStateSharding, partition_manager=pm)`.
 
