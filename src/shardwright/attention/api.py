@@ -39,21 +39,22 @@ def dot_product_attention(
     return_weights: bool = False,
     metadata: Defaults | None = None,
 ) -> Any:
-    """Attend: `softmax(softcap(scale * q k^T + bias))` over the visible keys, times v.
+    """Return `softmax(softcap(scale * q k^T + bias)) v`, where the softmax is over visible keys.
 
     Under an ambient manager, q is sharded by (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), and k and v by
     (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM). The rules of the mode resolve the three shardings
-    jointly. The result equals that of an unsharded call. Softmax and sums are float32. A query that
-    sees no key gets exactly 0. All masks work by position, and True means attend.
+    jointly. The result equals that of an unsharded call. Softmax and sums are float32. The output
+    of a query that sees no key is exactly 0. All masks compare positions. In an array that is a
+    mask, True means that the query attends to the key.
 
     | positions given | position of a query | position of a key |
     | --- | --- | --- |
     | none | row number plus kv_length - q_length: the last query is at the last key | row number |
     | none, decode with `lengths` | lengths - q_length plus row number | row number |
-    | `positions`, decode | as given | row number: a cache |
+    | `positions`, decode | as given | row number, as in a cache |
     | `positions`, train, as many queries as keys | as given | as given |
     | both | as given | as given; a negative position hides the row |
-    | `kv_positions`, no causal, window or chunk | not used | as given; negative hides the row |
+    | `kv_positions` without causal, window, chunk | not used | as given; negative hides the row |
 
     Any other combination is ambiguous, and raises an error.
 
@@ -63,11 +64,11 @@ def dot_product_attention(
         `h * kv_heads // heads`.
       v: `[batch, kv_length, kv_heads, v_dim]`.
       mode: Runtime mode. Defaults to the manager's.
-      implementation: A name, or "auto". Defaults to what the strategy names for the mode under
-        `[attention]`, else to "auto". `explain` shows the choice.
+      implementation: A name, or "auto". Defaults to the name that the strategy has for the mode
+        under `[attention]`, else to "auto". `explain` shows the choice.
       causal: Whether a query sees only keys up to its own position.
-      window: (left, right), the positions seen before and after the query; None means no bound. `(w
-        - 1, 0)` is a window of w tokens.
+      window: (left, right): how many positions a query sees before and after its own. None means no
+        bound. `(w - 1, 0)` is a window of w tokens, the query's own included.
       chunk: Positions per chunk. A query sees only keys of its own chunk.
       segment_ids: `[batch, q_length]` int. Rows with equal ids see each other.
       kv_segment_ids: `[batch, kv_length]` int. Defaults to `segment_ids`.
@@ -77,17 +78,17 @@ def dot_product_attention(
       mask: A `masks.Mask`, or bool `[batch, heads, q_length, kv_length]`, where each dim has its
         full size or 1.
       bias: `[batch, heads, q_length, kv_length]`, where each dim has its full size or 1. It is
-        added to the scaled logits. A bias of at most -2e38 hides the pair.
+        added to the scaled logits. A bias of at most -2e38 hides the key from the query.
       sinks: `[heads]`, a logit per head that takes part in the softmax but has no value.
       k_scale: `[batch, kv_length, kv_heads]` float32 (in layout "BHTD"
         `[batch, kv_heads, kv_length]`) for int8 or float8 keys. Each key is `k * k_scale`. The
         scale multiplies the logits, so the keys are not copied. A call with scales has no gradient.
-      v_scale: As `k_scale`, but for the values, which must then have k's dtype. The scale
+      v_scale: As `k_scale`, for the values. Quantized values must have k's dtype. The scale
         multiplies the weights.
       softcap: c in `c * tanh(logits / c)`.
       scale: Factor of the scores, q · k. Defaults to `1 / sqrt(head_dim)`.
-      dropout: Probability of dropping a weight; 0 means no dropout. The same weights are dropped on
-        every mesh. Defaults to the metadata's value in training, else to 0.
+      dropout: Probability of dropping a weight; 0 means no dropout. Which weights are dropped does
+        not depend on the mesh. Defaults to the metadata's value in training, else to 0.
       dropout_key: A JAX key, or an integer seed.
       layout: Layout of q, k, v and the output: "BTHD", or "BHTD" for `[batch, heads, length,
         head_dim]`.
@@ -99,8 +100,8 @@ def dot_product_attention(
         `interop.easydel.AttentionMetadata`.
 
     Returns:
-      The output, shaped like q with v's head_dim; a `Result` if the call also asks for the
-      logsumexp or the weights.
+      The output, in the layout of q, with v_dim in place of head_dim. A `Result` if the call also
+      asks for the logsumexp or the weights.
 
     Raises:
       AttentionError: The arguments do not fit each other, or no implementation can serve the call.
@@ -129,7 +130,7 @@ def explain(
     metadata: Defaults | None = None,
     **options: Any,
 ) -> Choice:
-    """Return the implementation that `dot_product_attention` chooses, and why others refuse.
+    """Return the implementation that `dot_product_attention` chooses, and why the others refuse.
 
     Print the result to read it.
 

@@ -66,7 +66,7 @@ def append_and_attend(
 ) -> CachedAttention[C]:
     """Append new tokens to every slot, and attend from them to all keys that the slot then holds.
 
-    Row i of the queries belongs to row i of the new keys. Masks work by position, so the same call
+    Row i of the queries belongs to row i of the new keys. Masks compare positions, so the same call
     serves prefill, chunked prefill, decode, and several drafted tokens. One call with n tokens
     equals n calls with one token each. This also holds for a ring: if the new tokens would
     overwrite keys that their queries see (`q_length > capacity - window + 1`), the call attends to
@@ -79,7 +79,7 @@ def append_and_attend(
       v: `[batch, q_length, kv_heads, v_dim]`, in the cache's dtype.
       cache: A cache of any kind. Under `jit`, donate it.
       valid: `[batch, q_length]` bool, True for rows that are tokens. Other rows are not written to
-        the cache, and their output is 0. Defaults to all.
+        the cache, and their output is 0. By default, all rows are tokens.
       mode: Runtime mode, for the sharding of q. Defaults to the cache's, else the manager's, else
         decode.
       implementation: As in `dot_product_attention`. Leave it out for a paged cache.
@@ -91,14 +91,14 @@ def append_and_attend(
       scale: Factor of the scores, q · k. Defaults to `1 / sqrt(head_dim)`.
 
     Raises:
-      AttentionError: The arguments do not fit each other, a window is longer than that of a ring,
-        or the cache does not have the sharding of the mode.
+      AttentionError: The arguments do not fit each other; the window is longer than that of a ring
+        cache; or the cache does not have the sharding of the mode.
       CacheError: Keys and values do not fit the cache.
       ShardingError: The rules of the manager do not fit the arrays.
     """
     read_value("cache", cache, CACHE, error=AttentionError)
-    # Compare the tokens of q and k here, because the cache checks only k and v, and attention
-    # checks only q.
+    # Compare the batch and q_length of q and k here, because the cache checks only k and v, and
+    # attention checks only q.
     if getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4 and q.shape[:2] != k.shape[:2]:
         raise AttentionError(
             f"q has [batch, q_length] {q.shape[:2]}, and k {k.shape[:2]}",
@@ -140,13 +140,13 @@ def next_positions(cache: KVCache, *, q_length: int = 1, valid: Any = None) -> j
     Args:
       cache: The cache before the append.
       q_length: Number of rows to append.
-      valid: `[batch, q_length]` bool, True for rows that are tokens. Defaults to all.
+      valid: `[batch, q_length]` bool, True for tokens. By default, all rows are tokens.
 
     Returns:
       `[batch, q_length]` int32, -1 for padding.
 
     Raises:
-      AttentionError: `valid` has another shape, `q_length` is not a number of rows, or `cache` is
+      AttentionError: `valid` has a wrong shape, `q_length` is not a positive integer, or `cache` is
         not a cache.
     """
     read_value("cache", cache, CACHE, error=AttentionError)
@@ -216,7 +216,7 @@ def _overwrites_visible_keys(cache: KVCache, q_length: int, window: Window | Non
     if not cache.spec.is_ring or window is None or window[0] is None:
         return False
     # The first new query sees the `window[0]` positions before its own. The last new key overwrites
-    # the key that is `capacity` positions before it.
+    # the key at the position `capacity` below its own.
     return q_length > cache.spec.capacity - window[0]
 
 
@@ -262,7 +262,7 @@ def _attend_to_pages(
 
 
 def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> View:
-    """Return a view of a ring before the append, followed by the new tokens.
+    """Return a view whose rows are those of a ring before the append, and then the new tokens.
 
     Each shard appends its part of the new tokens to its part of the ring, so no row of the ring is
     sent.
@@ -295,8 +295,8 @@ def _join(cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> V
         k=joined["k"],
         v=joined["v"],
         positions=joined["positions"],
-        # With one slot, attention hides positions beyond these lengths, so the lengths must include
-        # the new tokens.
+        # If there is one slot, `_attend_to_rows` passes these lengths, and attention hides keys at
+        # positions beyond them. So the lengths must include the new tokens.
         lengths=cache.length + jnp.sum(positions >= 0, axis=1, dtype=jnp.int32),
         k_scale=joined.get("k_scale"),
         v_scale=joined.get("v_scale"),

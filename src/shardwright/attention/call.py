@@ -96,12 +96,12 @@ class Operands:
       v_scale: As `k_scale`, for the values.
       q_positions: `[batch or 1, q_length]` int32, global.
       kv_positions: `[batch or 1, kv_length]` int32, global. A negative position marks a row that
-        does not exist.
+        holds no key.
       q_segment_ids: `[batch, q_length]` int32, or None.
       kv_segment_ids: `[batch, kv_length]` int32, or None.
       lengths: `[batch]` int32, or None. Keys at positions from this length on are hidden.
-      mask: Bool, True = attend; or None.
-      bias: Added to the scaled logits; or None.
+      mask: Bool array, True = attend; or None.
+      bias: Array that is added to the scaled logits; or None.
       sinks: `[heads]`, or None. Each is a logit that takes part in the softmax but has no value.
       seed: uint32 scalar for dropout, or None.
       batch_index: `[batch]` int32, global numbers of the batch rows. Present only with dropout.
@@ -130,8 +130,9 @@ class Operands:
         return dataclasses.replace(self, **changes)
 
 
-# The dims of each operand, by the fields of `JointSpecs` that shard them. Trailing dims that no
-# mesh axis may shard, such as head_dim, are omitted. To add an operand, declare it only here.
+# Operand -> its dims. A dim has the name of the field of `JointSpecs` that holds its mesh axes.
+# Trailing dims that no mesh axis may shard, such as head_dim, are omitted. A new operand declares
+# its dims here, and nowhere else.
 OPERAND_DIMS: Final[dict[str, tuple[str, ...]]] = {
     "q": ("batch", "q_length", "heads"),
     "k": ("batch", "kv_length", "kv_heads"),
@@ -150,12 +151,16 @@ OPERAND_DIMS: Final[dict[str, tuple[str, ...]]] = {
     "batch_index": ("batch",),
     "head_index": ("heads",),
 }
-# A dim of size 1 of these operands applies to every row, so no mesh axis shards that dim.
+# These operands may have dims of size 1, which are broadcast. No mesh axis shards such a dim.
 _BROADCAST = frozenset({"q_positions", "kv_positions", "mask", "bias"})
 
 
 def dims_along(length: str) -> dict[str, int]:
-    """Return which dim of each operand runs along "q_length" or "kv_length"."""
+    """Return operand -> number of the dim `length`, for the operands that have this dim.
+
+    Args:
+      length: "q_length" or "kv_length".
+    """
     return {name: dims.index(length) for name, dims in OPERAND_DIMS.items() if length in dims}
 
 
@@ -168,7 +173,7 @@ class Arithmetic:
     scale multiplies the weights after dropout.
 
     Attributes:
-      mask: Which pairs attend, by position.
+      mask: The rules that decide by position which keys a query sees.
       scale: Factor of the scores, q · k.
       softcap: c in `c * tanh(logits / c)`, or None.
       dropout: Probability of dropping a weight. The other weights are divided by `1 - dropout`.
@@ -197,7 +202,8 @@ class KVHeads(enum.StrEnum):
       shard picks the kv heads that its queries read.
     INDEX: replicated. Each shard picks the kv heads that its queries read.
     FACTOR: over some leading mesh axes of the query heads, or over none. Some of the other mesh
-      axes shard the keys' length, so a shard holds a part of the keys that its queries read.
+      axes of the query heads shard the keys' length, so a shard holds only a part of the keys that
+      its queries read.
     """
 
     SAME = "same"
@@ -232,7 +238,7 @@ class JointSpecs:
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """Every mesh axis that shards any dim, once."""
+        """The mesh axes that shard any dim, each listed once."""
         every = (*self.batch, *self.q_length, *self.kv_length, *self.heads, *self.kv_heads)
         return tuple(dict.fromkeys(every))
 
@@ -295,8 +301,8 @@ class AttentionCall:
       kv_length: Rows of keys.
       heads: Number of query heads.
       kv_heads: Number of heads of k and v.
-      head_dim: Size of queries and keys.
-      v_dim: Size of values.
+      head_dim: Size of a query and of a key.
+      v_dim: Size of a value.
       dtype: Dtype of q, k, v and the output.
       kv_dtype: Dtype of k and v if they are quantized and have scales, else None.
       mode: Runtime mode.
@@ -344,7 +350,7 @@ class AttentionCall:
 
     @property
     def on_cpus(self) -> bool:
-        """Whether the mesh has CPUs, which interpret kernels.
+        """Whether the devices of the mesh are CPUs, on which kernels are interpreted.
 
         Tests run calls for TPUs and GPUs on CPUs.
         """
@@ -367,8 +373,8 @@ class Result:
 
     Attributes:
       o: `[batch, q_length, heads, v_dim]`, in the call's dtype.
-      lse: `[batch, heads, q_length]` float32, -inf for a row without keys and sinks. Required if
-        `call.return_lse`.
+      lse: `[batch, heads, q_length]` float32, -inf for a row that has neither keys nor sinks.
+        Required if `call.return_lse`.
       weights: `[batch, heads, q_length, kv_length]`. Required if `call.return_weights`.
       kept: The local arrays that the backward pass of a kernel reads in addition to operands,
         output and logsumexp. A remat policy that saves the logsumexp also saves these arrays.
@@ -386,5 +392,5 @@ class Result:
 
 
 def default_positions(length: int, *, offset: int = 0) -> jax.Array:
-    """Return `[1, length]` positions that count from an offset."""
+    """Return `[1, length]` positions: `offset`, `offset + 1` and so on."""
     return jnp.arange(offset, offset + length, dtype=jnp.int32)[None]

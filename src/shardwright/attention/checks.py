@@ -192,7 +192,7 @@ def check_arrays(options: Options, mask: Mask, sizes: CallSizes) -> None:
 
 
 def _check_pairs(name: str, pairs: Any, full: tuple[int, ...], dtype: Any, word: str) -> None:
-    """Check an array with an entry per query and key."""
+    """Check a mask or a bias: an array with an element for each pair of query and key."""
     fits = [size in (1, whole) for size, whole in zip(pairs.shape, full, strict=False)]
     if len(pairs.shape) != 4 or not all(fits) or not jnp.issubdtype(pairs.dtype, dtype):
         raise AttentionError(
@@ -221,8 +221,8 @@ def check_range(name: str, given: Any, low: int, high: int, fix: str) -> None:
 def check_dropout(q: Any, key: Any, split: frozenset[str]) -> None:
     """Refuse dropout inside a `shard_map` that splits q, unless each shard has its own key.
 
-    Rows and heads have local numbers there, so with one key every shard would drop the same
-    weights.
+    Inside the `shard_map`, rows and heads have local numbers. So with one key, every shard would
+    drop the same weights.
 
     Args:
       q: The queries.

@@ -37,13 +37,14 @@ class Choice:
 
     Attributes:
       name: Name of the implementation, or empty if none can serve the call.
-      why: Why it is preferred to `alternatives`. `refusals` says why implementations that rank
-        above it were not chosen.
+      why: Why the implementation is preferred to `alternatives`. `refusals` says why
+        implementations that rank above it were not chosen.
       refusals: The implementations that cannot serve the call, each with all its reasons.
       alternatives: Names of less preferred implementations that could serve the call, best first.
         An implementation that is never preferred, such as a registered one, is not listed.
       call: The call.
-      instead: If an implementation is named and refuses the call: the choice that "auto" makes.
+      instead: The choice that "auto" makes, if an implementation is named and refuses the call;
+        else None.
       line: The line of the strategy that names the implementation, or None.
       inner: A line that names the kernel that runs on each shard and, if this is not the platform's
         own kernel, says why. Empty if no implementation is chosen, or if the chosen one has a
@@ -98,7 +99,7 @@ class Choice:
             raise AttentionError(
                 f"no attention implementation can serve this call: {self.why}",
                 snippet=details,
-                fix="change the call: each line above has the reason of one implementation",
+                fix="change the call: each line above says why one implementation refuses it",
             )
         fix = "change the call: no other implementation serves it"
         if self.instead.name:
@@ -114,8 +115,8 @@ def choose(
 
     Args:
       call: The call.
-      implementation: A name, or "auto". Defaults to what the manager's strategy names for the mode
-        of the call under `[attention]`, else to "auto".
+      implementation: A name, or "auto". Defaults to the name that the manager's strategy has for
+        the mode of the call under `[attention]`, else to "auto".
       manager: The manager of the call, or None.
 
     Raises:
@@ -204,7 +205,7 @@ def _choose_best(call: AttentionCall, known: tuple[Implementation, ...]) -> Choi
 
 
 def _preference(call: AttentionCall) -> list[tuple[str, str]]:
-    """Return the implementations to try, best first, each with the reason for it."""
+    """Return the implementations to try, best first, each with the reason for its rank."""
     last = [("vanilla", f"all {_logit_bytes(call) / 2**20:.1f} MiB of logits per device at once")]
     if call.return_weights:
         return [("vanilla", "only vanilla returns weights")]
@@ -231,7 +232,7 @@ def _preference(call: AttentionCall) -> list[tuple[str, str]]:
 
 
 def _without_cudnn(call: AttentionCall) -> list[tuple[str, str]]:
-    """Rank `sdpa` and `blockwise` for a GPU: `sdpa` is faster if the logits are few."""
+    """Rank `sdpa` and `blockwise` for a GPU: `sdpa` is faster if there are few logits."""
     logits = _logit_bytes(call)
     if logits > _LOGIT_BYTES:
         many = (
@@ -256,9 +257,9 @@ def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
     row = (call.head_dim + call.v_dim) * (4 if call.dtype == "float32" else 2)
     gathered = int(local_heads * local_batch * call.kv_length * row)
     few = _few_queries(call, gathered * (shards - 1) // shards)
-    # A ring sends keys and values n - 1 times; all-to-alls send queries and outputs too, but once.
-    # Per row a ring sends (n - 1) * 2 * kv_heads vectors, and all-to-alls (n - 1) / n * 2 * (heads
-    # + kv_heads).
+    # A ring sends keys and values n - 1 times. All-to-alls also send queries and outputs, but each
+    # array only once. Per row a ring sends (n - 1) * 2 * kv_heads vectors, and all-to-alls send
+    # (n - 1) / n * 2 * (heads + kv_heads).
     even = 1 + call.heads / call.kv_heads
     limit = f"1 + heads / kv_heads = {even:g}"
     many_shards = f"{shards} shards are more than {limit}: all-to-alls send fewer bytes than a ring"
@@ -278,7 +279,7 @@ def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
 
 
 def _few_queries(call: AttentionCall, keys_sent: int) -> list[tuple[str, str]]:
-    """Rank `flash_decode` first if queries and their results are fewer bytes than the keys."""
+    """Rank `flash_decode` first if queries and results are fewer bytes to send than the keys."""
     specs = call.specs
     if not specs.kv_length or not set(specs.kv_length) <= set(specs.q_length):
         return []

@@ -1,15 +1,16 @@
-"""Parts for an implementation of your own; `attention.implementation` says how to write one.
+"""Parts for an implementation of your own; see `attention.implementation` for the steps.
 
 - `lengths_are_whole` and `no_weights` return reasons for `supports`.
 - `run_on_shards(kernel, operands, call)` calls `shard_map`. `run_opaque` does so for a kernel that
-  JAX cannot differentiate.
+  JAX cannot look into, such as a Pallas kernel.
 - A running softmax, float32: `start`, `forward` (adds a set of keys), `merge` (joins two states),
   `add_sinks`, `finish`.
-- Its gradients: `delta` once, `backward` for each set of keys, `sinks_gradient` once.
-- `without_remains(shard, call.recipe)` sets values to zero in rows that hold no key. Rows left in a
-  cache by an earlier sequence may be NaN, and 0 times NaN is not 0. `forward` does this itself.
-- `visible(shard, call.recipe.mask)` returns which pairs attend, and the bias to add. A bias of at
-  most -2e38 hides its pair.
+- The gradients: call `delta` once, `backward` for each set of keys, and `sinks_gradient` once.
+- `without_remains(shard, call.recipe)` sets `v` to zero in rows that hold no key. Rows left in a
+  cache by an earlier sequence may be NaN, and 0 times NaN is not 0. `forward` itself calls
+  `without_remains`.
+- `visible(shard, call.recipe.mask)` returns which pairs of query and key attend, and the bias to
+  add. A bias of at most -2e38 hides its pair.
 """
 
 from __future__ import annotations

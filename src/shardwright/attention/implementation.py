@@ -12,19 +12,20 @@ To write an implementation of your own:
    positions. It returns a `Result`.
 3. Build on `attention.extend`. `run_on_shards(kernel, operands, call)` calls `shard_map`. The
    kernel gets local `Operands`, and their k and v already hold the heads that the local query heads
-   read. `call.specs` names the mesh axes of each dim. A kernel that JAX cannot differentiate, such
-   as a Pallas kernel, goes to `run_opaque` instead.
+   read. `call.specs` names the mesh axes of each dim. A kernel that JAX cannot look into, such as a
+   Pallas kernel, goes to `run_opaque` instead. To have gradients, such a kernel must have its own
+   backward pass.
 4. Compose a kernel from pure local functions. Forward: `forward` adds a set of keys to a running
    state (`Running`: float32 o, m, l), `merge` joins two states, and `finish` returns the output and
    the logsumexp. Sinks are added by `finish`, or by `add_sinks` on exactly one shard. Backward:
    `delta` once, `backward` for each set of keys, `sinks_gradient` once. Masks, windows, segments
-   and dropout depend on global positions, so a kernel gets another shard of keys with
+   and dropout depend on global positions, so a kernel switches to another shard of keys by
    `operands.replace(k=…, v=…, kv_positions=…, kv_segment_ids=…)`. The kernel itself must slice
    dense masks and dense biases.
 5. `run_on_shards` sums the gradients of replicated operands, so a backward pass needs no `psum` for
-   them. A scan's carry comes from `start` or `zeros_like`. If the output is sharded over all mesh
-   axes of the call, residuals are kept for the backward pass; otherwise the backward pass runs the
-   kernel again.
+   them. Make the carry of a scan with `start` or `zeros_like`, so that it varies over the mesh axes
+   of the operands. If the output is sharded over all mesh axes of the call, residuals are kept for
+   the backward pass; otherwise the backward pass runs the kernel again.
 6. Pass both functions to `register(Implementation(name=…, supports=…, run=…))`.
 """
 
@@ -75,7 +76,7 @@ class Implementation:
     inner: Callable[[AttentionCall], str] = lambda call: ""
 
     def refusals(self, call: AttentionCall) -> tuple[str, ...]:
-        """Return every reason why a call cannot be served; empty if it can.
+        """Return every reason why a call cannot be served; () if it can be served.
 
         Raises:
           AttentionError: `supports` does not return a tuple of reasons.
@@ -131,8 +132,9 @@ def implementations() -> tuple[Implementation, ...]:
 def register(implementation: Implementation) -> Implementation:
     """Make an implementation available by its name, and return it.
 
-    If a registered implementation shares the name, and its `run` has the same qualified name and
-    module, the new one replaces it. A notebook cell may therefore run twice.
+    If a registered implementation shares a name with the new one, and both `run` functions have the
+    same qualified name and module, the new implementation replaces the old one. So a notebook cell
+    that registers an implementation may run twice.
 
     Raises:
       AttentionError: The value is not an `Implementation`, or another implementation has its name.
@@ -190,7 +192,7 @@ def _names(implementation: Implementation) -> tuple[str, ...]:
 def _source(implementation: Implementation) -> tuple[str, str]:
     """Return the qualified name and the module of `run`.
 
-    They stay equal if a notebook cell is executed twice.
+    Both stay the same if a notebook cell is executed twice.
     """
     run = implementation.run
     return getattr(run, "__qualname__", repr(run)), getattr(run, "__module__", "")

@@ -36,8 +36,8 @@ from shardwright.vocabulary.keys import as_key
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_TRAIN, mode_name, parse_mode
 from shardwright.vocabulary.read import RATE, integer, number, read_value
 
-# Rows of queries and keys in a block. On a CPU a small block takes half the time of a larger one:
-# it fits the CPU's caches, and more blocks of a causal mask are skipped (benchmarks/attention.py).
+# Rows of queries and keys in a block. On a CPU, small blocks take half the time of larger ones:
+# they fit the CPU's caches, and more blocks of a causal mask are skipped (benchmarks/attention.py).
 # Blocks of 512 keys make a decode step take 1.2 times as long on JAX 0.12 (benchmarks/serving.py).
 _CPU_BLOCKS = {"q_block": 256, "kv_block": 256}
 _BLOCKS = {"q_block": 512, "kv_block": 1024}
@@ -224,7 +224,7 @@ def _operands(
 
 
 def _seed(value: Any) -> jax.Array:
-    """Return the seed of a key, or an integer seed as it is.
+    """Return a uint32 seed from a JAX key or from an integer.
 
     Raises:
       AttentionError: The value is neither one key nor one integer.
@@ -248,7 +248,7 @@ def _read_mode(mode: str | None, manager: PartitionManager | None) -> str:
     if mode is None and manager is not None:
         mode = manager.mode
     if mode is None:
-        # A call that gives a mode needs no manager: nothing is then sharded.
+        # A call with a mode needs no manager: without a manager, nothing is sharded.
         error = NoManagerError if manager is None else AttentionError
         raise error(
             "attention needs the mode of a PartitionManager, or mode=",
@@ -291,7 +291,7 @@ def _read_mask(options: Options, sizes: CallSizes) -> Mask:
 
 
 def _read_offset(options: Options, mask: Mask, mode: str, sizes: CallSizes) -> int | None:
-    """Return the position of the first query if positions are row numbers, else None."""
+    """Return `AttentionCall.q_offset`: the position of the first query, or None."""
     if options.positions is not None:
         same = mode == MODE_TRAIN and sizes.q_length == sizes.kv_length
         if options.kv_positions is None and mode != MODE_DECODE and not same:
@@ -366,8 +366,8 @@ def _read_recipe(
         )
     softcap = read.get("softcap")
     blocks = _CPU_BLOCKS if platform == "cpu" else _BLOCKS
-    # Given positions or lengths may belong to a cache, whose unused rows hold data of an earlier
-    # sequence.
+    # If the call has positions or lengths, k and v may be a cache. The unused rows of a cache hold
+    # data of an earlier sequence.
     explicit = options.positions is not None or options.kv_positions is not None
     return Arithmetic(
         mask=mask.rules,

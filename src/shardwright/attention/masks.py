@@ -1,8 +1,8 @@
-"""Masks as structured values, evaluated by position on any block. True = attend.
+"""Masks as structured values that are evaluated by position on any block. True = attend.
 
 A query at position p and a key at position r attend to each other if all of these hold:
 
-- `r >= 0`: a negative position marks a row that does not exist (padding, an unfilled cache slot);
+- `r >= 0`: a negative position marks a row without a key (padding, or an empty row of a cache);
 - causal: `r <= p`;
 - window (left, right): `p - left <= r <= p + right`, None for no bound. A window of W tokens that
   counts the query itself is `(W - 1, 0)`;
@@ -12,8 +12,8 @@ A query at position p and a key at position r attend to each other if all of the
 - a dense mask, if given, says True;
 - the bias, if given, is more than -2e38 (`bias_hides`).
 
-Masks use positions and not row numbers. A permuted batch, a shard of a sequence and a cache
-therefore need no rules of their own.
+Masks use positions and not row numbers. Therefore no extra rules are needed for a permuted batch, a
+shard of a sequence, or a cache.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class MaskRules:
 
     Attributes:
       causal: Whether a query sees only keys up to its own position.
-      window: (left, right), the positions seen before and after the query, each None for no bound;
-        or None for no window.
+      window: (left, right): how many positions a query sees before and after its own, each None for
+        no bound. None means no window.
       chunk: Positions per chunk, or None. A query sees only keys of its own chunk.
     """
 
@@ -112,7 +112,7 @@ def _read_window(window: Any) -> Window:
 )
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mask:
-    """A mask as a value: rules by position, and arrays. A pytree; combine masks with `&`.
+    """A mask as a value: rules by position, and arrays. It is a pytree. Combine masks with `&`.
 
     >>> (causal() & window(left=3)).rules
     MaskRules(causal=True, window=(3, None), chunk=None)
@@ -133,9 +133,10 @@ class Mask:
     dense: Any = None
 
     def check_segments(self) -> None:
-        """Check that queries and keys both have segment ids, or neither.
+        """Check that either both queries and keys have segment ids, or neither.
 
-        The constructor cannot check this: JAX also builds pytrees of values that are not arrays.
+        The constructor cannot check this, because JAX also builds this pytree with leaves that are
+        not arrays.
 
         Raises:
           AttentionError: Only one of the two has segment ids.
@@ -211,7 +212,7 @@ def segments(q_segment_ids: Any, kv_segment_ids: Any = None) -> Mask:
 
 
 def lengths(valid: Any) -> Mask:
-    """Return the mask that shows only keys at positions below `valid` `[batch]`."""
+    """Return the mask that shows sequence b only keys at positions below `valid[b]`."""
     return Mask(lengths=valid)
 
 
@@ -225,7 +226,7 @@ def dense(attend: Any) -> Mask:
 
 
 def pair_attends(rules: MaskRules, q: Any, kv: Any) -> Any:
-    """Return which pairs attend under the mask rules.
+    """Return which pairs of query and key attend under the mask rules.
 
     Args:
       rules: The static part of the mask.
@@ -288,15 +289,15 @@ def allowed(
 
 
 def bias_hides(bias: jax.Array) -> jax.Array:
-    """Tell where a bias hides its pair: where it is at most -2e38 in float32. NaN hides nothing."""
+    """Tell where a bias hides a key: where the bias is at most -2e38. NaN hides nothing."""
     return bias.astype(jnp.float32) <= _HIDING_BIAS
 
 
 def block_is_empty(rules: MaskRules, q: tuple[T, T], kv: tuple[T, T]) -> Any:
     """Return whether the mask rules hide the whole block.
 
-    False does not mean that a pair attends: positions need not be contiguous, and the arrays of a
-    mask are not read.
+    False does not mean that a pair attends: the positions of a block need not be contiguous, and
+    segment ids, lengths and dense masks are not read.
 
     Args:
       rules: The static part of the mask.

@@ -1,11 +1,11 @@
-"""Attend to a paged cache: a table row lists the pages of each sequence (Kwon et al. 2023).
+"""Attend to a paged cache: a row of a table lists the pages of a sequence (Kwon et al. 2023).
 
 Sequences have any number of keys and queries, so one call serves prefill and decode together. A
 loop over the tables reads a few pages per sequence at a time, so the keys of a sequence are never
 copied as a whole. If pages are sharded by kv head, nothing is sent. If they are sharded by page,
 each shard reads the pages that it has, and partial softmaxes are combined as in `flash_decode`. If
 pages and batch are sharded over the same mesh axes, the queries of these shards are gathered first,
-and an all-to-all returns the partial softmaxes of each sequence to its shard.
+and an all-to-all returns the partial softmaxes of each sequence to the shard of the sequence.
 """
 
 from __future__ import annotations
@@ -60,20 +60,22 @@ def paged_attention(
 ) -> Any:
     """Attend to keys and values in pages, otherwise like `dot_product_attention`. Has no gradient.
 
-    Row j of sequence b's keys is row `j % page_size` of page `block_tables[b, j // page_size]`, for
-    j below `lengths[b]`. The queries of a sequence are its last tokens: row i is at position
-    `lengths[b] - q_lengths[b] + i`. Rows from `q_lengths[b]` on are not tokens and get exactly 0.
+    Key j of sequence b is row `j % page_size` of page `block_tables[b, j // page_size]`, for j
+    below `lengths[b]`. The queries of a sequence are its last tokens: query i is at position
+    `lengths[b] - q_lengths[b] + i`. Rows of q from `q_lengths[b]` on are padding, and their output
+    is exactly 0.
 
     Under an ambient manager, q is sharded by (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), and the pages
     by (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM), as the rules of the mode resolve them. Tables and
     lengths are sharded like the batch, or replicated if the pages are sharded over the mesh axes of
     the batch. Page numbers are global, even if the pages are sharded. On GPUs, `triton_decode`
     reads the pages if it can, unless the line of the mode under `[attention]` names another
-    implementation. A line that names `triton_decode` for pages that it cannot read is an error.
+    implementation. If that line names `triton_decode`, and `triton_decode` cannot read the pages,
+    the call raises an error.
 
     The values of NumPy arrays are checked: lengths, and the numbers of used pages. The values of
-    JAX arrays are not checked: a page number that is out of range gives no keys, and a length
-    beyond the table adds none. Unused entries of a table may hold any number.
+    JAX arrays are not checked: a page number that is out of range adds no keys, and neither does a
+    length beyond the table. Unused entries of a table may hold any number.
 
     Args:
       q: `[batch, q_length, heads, head_dim]`.
@@ -216,7 +218,7 @@ def _run(operands: Operands, tables: jax.Array, call: AttentionCall) -> Result:
     by_operand = specs.operands(operands.replace(**dict.fromkeys(paged))).replace(**paged)
     table_spec = specs.spec("batch")
     if _shared_axes(specs):
-        # Each shard also reads the tables and lengths of other sequences. These are small integers,
+        # Each shard also reads the tables and lengths of other sequences. These arrays are small,
         # so replicate them once, instead of gathering them in every layer.
         table_spec = PartitionSpec()
         positions = spec_of((), specs.q_length)
@@ -251,9 +253,9 @@ _jitted = functools.partial(jax.jit, static_argnums=(2,))(_run)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ShardPages:
-    """The pages of a shard that its sequences use.
+    """The pages of a shard that sequences use.
 
-    Each array is `[batch, columns]`, and used pages come first.
+    Each array is `[batch, columns]`. In each row, the used pages come first.
 
     Attributes:
       pages: Local numbers of the pages.
@@ -278,7 +280,8 @@ def _attend(
     shared = _shared_axes(call.specs)
     if shared:
         positions = positions[_sequences(call, ())]
-        # Read the operands and tables of all sequences whose shards share pages with this shard.
+        # This shard has pages of the sequences of all shards over `shared`, so read the queries and
+        # the tables of all these sequences.
         sequences = _sequences(call, shared)
         tables = tables[sequences]
         shard = shard.replace(
@@ -286,7 +289,8 @@ def _attend(
             q_positions=shard.q_positions[sequences],
             lengths=shard.lengths[sequences],
         )
-    # `return_sequences` joins the batch shards that share pages, and `combine` the other shards.
+    # Over mesh axes that shard both batch and pages, `return_sequences` combines the partial
+    # softmaxes. Over the other mesh axes of the pages, `combine` does.
     others = tuple(axis for axis in call.specs.kv_length if axis not in call.specs.batch)
     combine = flash_decode.combination(dataclasses.replace(call.specs, kv_length=others), call)
     operands = combine.with_all_heads(shard) if combine.axes else shard
@@ -335,12 +339,13 @@ def _by_triton(call: AttentionCall) -> bool:
     Raises:
       AttentionError: The strategy names the kernel, which cannot serve the call.
     """
-    # A trace may read the rules of the ambient manager, because they are part of its key.
+    # A trace may read the rules of the ambient manager, because the rules are part of the key of
+    # the trace.
     manager = context.current()
     line = None if manager is None or call.mode is None else manager.rules.attention_in(call.mode)
     reasons = triton_decode.not_in_triton(call)
     if call.specs.grouping is not KVHeads.SAME:
-        reasons += ("it reads all kv heads of a page, and a shard needs some of them",)
+        reasons += ("it reads all kv heads of a page, but a shard needs only some of them",)
     if line is None or line.text == Attention.AUTO:
         return call.platform == "gpu" and not reasons
     if line.text != Attention.TRITON_DECODE or reasons == (IN_A_PLAN,):
@@ -375,8 +380,8 @@ def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _ShardPages:
     count, page_size = shard.k.shape[:2]
     ordinals = jnp.broadcast_to(jnp.arange(pages.shape[1], dtype=jnp.int32)[None], pages.shape)
     here = (pages >= 0) & (pages < count) & (ordinals * page_size < shard.lengths[:, None])
-    # Put the used pages first, so that the loop ends after the last used page. A shard has some of
-    # the used pages, anywhere in the row.
+    # Put the used pages first, so that the loop ends after the last used page. Only some of the
+    # pages that a row of the table names are on this shard, and they may be anywhere in the row.
     order = jnp.argsort(~here, axis=1, stable=True)
     table = (jnp.take_along_axis(column, order, axis=1) for column in (pages, ordinals, here))
     padding = ((0, 0), (0, -pages.shape[1] % at_once))
@@ -396,7 +401,8 @@ def _read(operands: Operands, entries: _ShardPages) -> Operands:
 def _key_positions(entries: _ShardPages, page_size: int) -> jax.Array:
     """Return the positions of the rows of pages, `[batch, rows]`.
 
-    An entry that is not `here` reads page 0. The position -1 hides the rows of that page.
+    An entry that is not `here` reads rows of page 0. These rows get the position -1, which hides
+    them.
     """
     rows = jnp.arange(page_size, dtype=jnp.int32)[None, None]
     positions = entries.ordinals[:, :, None] * page_size + rows

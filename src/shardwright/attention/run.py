@@ -42,12 +42,13 @@ def attention(implementation: Implementation, operands: Operands, call: Attentio
     return Result(o=o, lse=result.lse, weights=result.weights).only(call)
 
 
-# Use `jit` inside a trace too, so that the layers of a model that make equal calls share one trace.
-# Outside a trace, `shard_map` without `jit` would trace and compile again at every call.
+# Use `jit` inside a trace too, so that the layers of a model share one trace if their calls are
+# equal. Outside a trace, `shard_map` without `jit` would trace and compile again at every call.
 run = functools.partial(jax.jit, static_argnums=(0, 2))(attention)
 
 # On TPUs, XLA's partitioner aborts if a function with a `shard_map` in it is called twice inside
-# another `shard_map`. So inside one, layers share the trace, but not a function of the program.
+# another `shard_map`. So inside a `shard_map`, the layers share the trace, but the program has a
+# copy of the function for each layer.
 run_inline = functools.partial(jax.jit, static_argnums=(0, 2), inline=True)(attention)
 
 

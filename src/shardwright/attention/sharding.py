@@ -57,7 +57,7 @@ def resolve_joint(
       k: `[batch, kv_length, kv_heads, head_dim]`.
       v: `[batch, kv_length, kv_heads, v_dim]`.
       mode: Runtime mode.
-      repeated: Whether k and v have as many heads as q already, and are sharded by HEAD.
+      repeated: Whether k and v already have as many heads as q, and their heads have the axis HEAD.
 
     Raises:
       ShardingError: The rules do not fit the sizes.
@@ -118,7 +118,10 @@ def _joint(
     key_axes: tuple[str, ...],
     ambient: AbstractMesh | None,
 ) -> JointSpecs:
-    """Resolve q, k and v by their names. Dim 0 of k has pages if `key_axes` are `PAGE_AXES`."""
+    """Resolve q, k and v, and check that their shardings fit each other.
+
+    Dim 0 of k and v is the pages if `key_axes` is `PAGE_AXES`, else the batch.
+    """
     axes = (QUERY_AXES, key_axes, key_axes)
     manual = manager.manual_axes(ambient)
     # Resolve v only to find its errors: v shares its first three dims with k, and so it shares
@@ -134,8 +137,8 @@ def _joint(
         _check_pages(keys.decisions[0], first, q_length)
     elif batch != first:
         raise _mismatch("batch", batch, first, keys.decisions[0], dim=0)
-    # The mesh axes of kv heads must be the first of those of heads. Only then does each shard have
-    # the kv heads `h * kv_heads // heads` of its query heads `h`.
+    # The mesh axes of the kv heads must be the first mesh axes of the query heads. Only then does
+    # each shard have the kv heads `h * kv_heads // heads` of its query heads `h`.
     if kv_heads != heads[: len(kv_heads)]:
         raise _mismatch("heads", heads, kv_heads, keys.decisions[2], dim=2)
     grouping, why = _grouping(heads, kv_heads, kv_length, keys.decisions[2].why)
@@ -156,7 +159,7 @@ def _check_pages(decision: DimDecision, pages: MeshAxes, q_length: MeshAxes) -> 
     if decision.manual:
         raise AttentionError(
             f"a shard_map around the call has split the pages over {'+'.join(decision.manual)}, "
-            "and tables number them globally",
+            "but the tables have global page numbers",
             **where,
             fix="call attention outside of that shard_map",
         )
@@ -221,7 +224,7 @@ def _resolve(
     if length.manual:
         raise AttentionError(
             f"a shard_map around the call has split the length over {'+'.join(length.manual)}: "
-            "attention would see a part of the sequence",
+            "attention would see only a part of the sequence",
             **_location(name, length, dim=1),
             fix="call attention outside of that shard_map, or build on the functions of "
             "shardwright.attention.kernels.blockwise",

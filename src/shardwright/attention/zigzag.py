@@ -59,8 +59,8 @@ def permute(batch: Any, *, shards: int, dim: int = 1) -> Any:
     """Return a tree of arrays with rows in zigzag order: tokens, targets, positions, segment ids.
 
     NumPy arrays stay NumPy arrays, and sharded arrays keep their sharding. (Inside `jit`, on Auto
-    mesh axes, the compiler decides.) Permute before the batch is sharded: in a sharded array, rows
-    would be sent between devices.
+    mesh axes, the compiler chooses the sharding.) Permute before the batch is sharded: in a sharded
+    array, rows would be sent between devices.
 
     Args:
       batch: Arrays whose dim `dim` is the length of the sequence.
@@ -104,7 +104,7 @@ def _reorder(batch: Any, dim: int, order_of: Any) -> Any:
 
 
 def _take(array: Any, order: np.ndarray, dim: int) -> Any:
-    """Return an array with its rows reordered, in its own sharding if that is known."""
+    """Return an array with its rows reordered. If its sharding is known, keep the sharding."""
     if isinstance(array, np.ndarray):
         return array.take(order, axis=dim)
     array = jnp.asarray(array)

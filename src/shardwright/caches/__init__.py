@@ -1,8 +1,8 @@
 """KV caches: frozen pytrees, sharded by the manager, that attention reads and appends to.
 
-Classes that store keys and values between calls of attention belong here, and the functions that
-create, write, reshard and save them. Attention to a cache is in `attention`. The assignment of
-slots to requests is in `serving`.
+Classes that store keys and values between calls of attention belong here, and so do the functions
+that create, write, reshard and save these caches. Attention to a cache is in `attention`. The
+assignment of slots to requests is in `serving`.
 """
 
 from shardwright.caches.base import KVCache as KVCache

@@ -59,7 +59,7 @@ def check_source(spec: CacheSpec, source: CacheSpec) -> None:
                 actual != expected,
                 "source",
                 f"{name} is {actual}, and that of the cache is {expected}",
-                f"create both with the same {name}",
+                f"create both caches with the same {name}",
             )
             for name, actual, expected in pairs
         ),
@@ -85,7 +85,7 @@ def read_group(spec: CacheSpec, group: int | None) -> int:
 
 
 def integers(name: str, values: Any, *, size: int | None = None, per: str = "slot") -> Any:
-    """Return `[n]` int32. A value beyond 32 bits becomes a large int32, which is out of range too.
+    """Return `[n]` int32. A value that does not fit is clipped, and so is still out of range.
 
     Args:
       name: Name of the argument, for messages.

@@ -1,12 +1,13 @@
-"""The interface of every KV cache, and the entry of every operation.
+"""The interface of every KV cache: its public operations, and what attention reads.
 
 A slot is a row of the batch: room for one sequence. Position p of a sequence is its p-th token,
-from 0. A slot holds the positions below its `length`. A slot of a ring holds only the positions
-from its `start` on. No other value says which rows are valid.
+from 0. A slot holds the positions below its `length`. In a ring, where new tokens overwrite the
+oldest ones, a slot holds only the positions from its `start` on. No other value says which rows are
+valid.
 
-Scatters write the rows, and drop rows that are out of range: no token is clamped or shifted to
-another row. An operation that is impossible for a slot is refused for that slot only. The refusal
-is a value in the `Change` that every operation returns. Operations run inside `jit` and outside.
+Scatters write the rows. They drop a token whose row is out of range, and never write it to another
+row. An operation that is impossible for a slot is refused for that slot only. The refusal is a
+value in the `Change` that every operation returns. Operations run inside `jit` and outside.
 
 Each public method checks its arguments and calls `operate` with the private method of the same
 name. Subclasses implement the private methods, which are traced.
@@ -48,7 +49,7 @@ def buffer(*axes: str) -> Mapping[str, Any]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class View:
-    """What attention reads: the arrays of the cache, not copies.
+    """What attention reads: the arrays of the cache themselves, not copies.
 
     Attributes:
       k: `[batch, rows, kv_heads, head_dim]`; of a paged cache `[pages, page_size, kv_heads,
@@ -150,10 +151,10 @@ class KVCache(abc.ABC):
           k: `[batch, q_length, kv_heads, head_dim]`.
           v: `[batch, q_length, kv_heads, v_dim]`.
           valid: `[batch, q_length]` bool, True for rows that are tokens. Other rows are skipped,
-            wherever they are. Defaults to all.
+            wherever they are. By default, all rows are tokens.
 
         Returns:
-          The change. A slot whose tokens do not all fit takes none of them.
+          The change. If the tokens of a slot do not all fit, none of them is written to it.
 
         Raises:
           CacheError: Shapes or dtypes do not fit the cache.
@@ -177,7 +178,7 @@ class KVCache(abc.ABC):
         """
         read_value("source", source, CACHE, error=CacheError)
         arguments.check_source(self.spec, source.spec)
-        per = f"sequence of the source; {self.batch} is not a slot, and skips a sequence"
+        per = f"sequence of the source; {self.batch}, which is no slot, skips a sequence"
         destinations = arguments.integers("slots", slots, size=source.batch, per=per)
         check_arrays("source", source)
         return self._operate(type(self)._insert, source, destinations)
@@ -207,8 +208,8 @@ class KVCache(abc.ABC):
         Args:
           parents: `[batch]` int, slots.
           group: Size of the aligned groups of slots that contain both a slot and its parent, such
-            as the number of beams. If a group is on one shard of the batch, nothing is sent. A
-            parent outside its group is refused. Defaults to the whole batch.
+            as the number of beams. If every group is on one shard of the batch, nothing is sent. A
+            slot whose parent is outside the slot's group is refused. Defaults to the whole batch.
         """
         group = arguments.read_group(self.spec, group)
         parents = arguments.integers("parents", parents, size=self.batch)
@@ -220,7 +221,7 @@ class KVCache(abc.ABC):
 
     @abc.abstractmethod
     def row_view(self) -> View:
-        """Return a view with the rows of each sequence next to each other. Pages are copied."""
+        """Return a view in which the rows of a sequence are adjacent. Pages are copied for it."""
 
     @abc.abstractmethod
     def _append(self, k: jax.Array, v: jax.Array, valid: jax.Array | None) -> Change[Self]: ...

@@ -24,8 +24,9 @@ class Change(Generic[C]):
 
     Attributes:
       cache: The cache after the operation. A refused slot keeps its content and its length.
-      refused: int8 codes of `Refusal`, 0 where the operation succeeded. One per slot for `append`,
-        `rewind` and `reorder`; one per entry for operations that name slots.
+      refused: int8 codes of `Refusal`, 0 where the operation succeeded. `append`, `rewind` and
+        `reorder` return one per slot. Operations that name slots return one per slot number that
+        they were given (an entry).
       positions: `[batch, q_length]` int32 of the appended tokens, -1 for padding and for refused
         tokens. None unless the operation is `append`.
     """
@@ -45,7 +46,7 @@ class Change(Generic[C]):
         return self.refused == Refusal.OVERFLOW
 
     def reasons(self) -> dict[int, Refusal]:
-        """Return the refusals by entry, outside `jit`.
+        """Return the refusals by entry. Call this outside `jit`.
 
         If the slots are sharded over processes, this is a collective: call it in every process.
 
@@ -70,7 +71,7 @@ class Change(Generic[C]):
         return {int(at): Refusal(int(code)) for at, code in enumerate(codes) if code}
 
     def check(self, *, fix: str) -> None:
-        """Raise CacheError if something was refused, outside `jit`.
+        """Raise CacheError if something was refused. Call this outside `jit`.
 
         Args:
           fix: Text of the error's `fix` line.
@@ -82,7 +83,7 @@ class Change(Generic[C]):
             raise CacheError(f"entry {at} was refused: {first.meaning}{more}", fix=fix)
 
     def require(self) -> C:
-        """Return the cache, outside `jit`.
+        """Return the cache. Call this outside `jit`.
 
         Raises:
           CacheError: Something was refused.
@@ -96,7 +97,8 @@ def readable(x: jax.Array) -> jax.Array:
 
     If the array is sharded over processes, this is a collective: call it in every process.
     """
-    # NumPy can read these arrays. A replicated array is whole on this process's own devices.
+    # NumPy can read these arrays. If an array is replicated, each device of this process has all of
+    # its values.
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return x
     assert isinstance(x.sharding, NamedSharding)

@@ -26,9 +26,7 @@ from shardwright.vocabulary.read import refuse
 # Increase this number if an older version could not read what this version writes.
 _FORMAT = 1
 _WHAT = "saving and restoring caches"
-_BROKEN = (
-    "restore another one: it was changed or damaged after it was saved, as the error above shows"
-)
+_BROKEN = "restore another cache: this one was changed or damaged later, as the error above shows"
 _CLASSES: Mapping[str, Any] = MappingProxyType(
     {kind.cache.__name__: kind.cache for kind in KINDS.values()}
 )
@@ -165,7 +163,7 @@ def restore(
 
 
 def _assemble(cls: Any, spec: CacheSpec, arrays: Mapping[str, Any]) -> Any:
-    # Only a ring has `start`, so this field may be absent.
+    # Only a ring has `start`, so the saved arrays may lack this field.
     absent = {field.name: None for field in dataclasses.fields(cls)}
     return cls(**{**absent, "spec": spec, **arrays})
 
@@ -206,7 +204,8 @@ def _check_like(
         raise CacheError(
             f"a {cls.__name__} was saved, and like is a {type(like).__name__}",
             path="like",
-            fix="create like with the saved kind, then insert the restored cache into another kind",
+            fix="create like with the saved kind; for another kind, insert the restored cache into "
+            "a cache of that kind",
         )
     # The mode decides only the sharding, and the sharding comes from `like`.
     names = [each.name for each in dataclasses.fields(CacheSpec) if each.name != "mode"]

@@ -63,8 +63,8 @@ def init(
       head_dim: Size of a key.
       v_dim: Size of a value. Defaults to `head_dim`.
       dtype: Dtype of keys and values.
-      overflow: "report", "ring" or "error", see `Overflow`. Defaults to "report"; for a sliding
-        cache to "ring".
+      overflow: "report", "ring" or "error"; see `Overflow`. Defaults to "ring" for a sliding cache,
+        and to "report" for the other kinds.
       window: Positions that attention sees, including the query's own. Defaults to all; for a ring
         to the capacity.
       order: Which row holds which position. Defaults to contiguous.
@@ -74,7 +74,7 @@ def init(
         the pool.
 
     Raises:
-      CacheError: Invalid sizes or options.
+      CacheError: Sizes or options are invalid.
       ShardingError: The rules do not fit the sizes.
     """
     cache_kind = KINDS[read_value("kind", kind, _KIND, error=CacheError)]

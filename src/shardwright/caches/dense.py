@@ -19,7 +19,7 @@ from shardwright.errors import CacheError
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DenseCache(RowCache):
-    """Keys and values of `capacity` positions per slot; with `overflow="ring"` the latest ones.
+    """Keys and values of `capacity` positions per slot: in a ring, of the latest positions.
 
     Attributes:
       spec: The static part of the cache.

@@ -24,8 +24,9 @@ class CacheKind:
 
     Attributes:
       cache: Its class.
-      make: Returns an empty cache, given its spec and the options of the kind as keyword arguments.
-      overflow: What happens to tokens that do not fit, by default.
+      make: Function that returns an empty cache. Its arguments are the spec of the cache and, as
+        keywords, the options of the kind.
+      overflow: By default, what happens to tokens that do not fit.
     """
 
     cache: type[KVCache]

@@ -1,4 +1,4 @@
-"""Run an operation on a cache: compile it outside `jit`, raise refusals if the policy says so."""
+"""Run an operation on a cache: outside `jit`, compile it; with policy `error`, raise refusals."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def operate(
       **static: Hashable values.
 
     Raises:
-      CacheError: Outside a trace, something is refused and the policy is `error`. Inside a trace,
-        the refusal goes to `checkify`.
+      CacheError: Something is refused, and the policy is `error`. Inside a trace, the refusal goes
+        to `checkify` instead.
     """
     traced = _jax.in_trace()
     if traced:
@@ -77,7 +77,7 @@ def _jitted(
 def check_arrays(name: str, cache: Any) -> None:
     """Check that the arrays of a cache exist and are on the devices of the ambient manager.
 
-    JAX itself would name only one array. Inside a trace nothing is checked.
+    An error of JAX itself would name only one of the arrays. Inside a trace nothing is checked.
 
     Args:
       name: Name of the argument, for errors.

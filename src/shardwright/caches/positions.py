@@ -48,14 +48,17 @@ def positions_of_rows(spec: CacheSpec, length: jax.Array, start: jax.Array | Non
     if start is None:
         return places
     last = length[:, None] - 1
-    # The largest position that is at most `last` and equals the place modulo the capacity. In JAX,
-    # as in Python, the remainder of a negative number is not negative.
+    # A row holds the largest position that is at most `last` and equals its place modulo the
+    # capacity. In JAX, as in Python, the remainder of a negative number is not negative.
     positions = last - (last - places) % spec.capacity
     return jnp.where(positions >= start[:, None], positions, -1)
 
 
 def first_needed(spec: CacheSpec, length: jax.Array) -> jax.Array:
-    """Return the first position that the next query of each slot sees: 0, or its window's start."""
+    """Return the first position that the next query of each slot sees.
+
+    In a ring, it is the start of the query's window. In other caches, it is 0.
+    """
     if not spec.is_ring:
         return jnp.zeros_like(length)
     window = spec.capacity if spec.window is None else spec.window

@@ -47,8 +47,8 @@ def quantize(x: jax.Array, dtype: Any = "int8") -> QuantizedRows:
     float8_e4m3fn it is at most 1/16 of the element, in float8_e5m2 1/8, unless the element divided
     by the scale is below the smallest normal number of that dtype.
 
-    The scale is 1 for a row of zeros. The scale is also 1, and the row becomes zeros, if the scale
-    would be below the smallest normal float32: all magnitudes of such a row are below 1.5e-36 in
+    The scale is 1 for a row of zeros. If the scale would be below the smallest normal float32, the
+    scale is also 1, and the row becomes zeros. All magnitudes of such a row are below 1.5e-36 in
     int8, 5.3e-36 in float8_e4m3fn and 6.8e-34 in float8_e5m2.
 
     Args:

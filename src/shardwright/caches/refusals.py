@@ -81,7 +81,7 @@ def at_slots(named: jax.Array, values: jax.Array) -> jax.Array:
 def set_named(
     old: jax.Array, named: jax.Array, done: jax.Array, values: jax.Array | int
 ) -> jax.Array:
-    """Return `[batch]` int32: `old`, with the values of accepted entries in the slots they name.
+    """Return `[batch]` int32: `old`, with the value of each accepted entry in the slot it names.
 
     Args:
       old: `[batch]` int32.

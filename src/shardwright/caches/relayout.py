@@ -136,15 +136,15 @@ def reshard(
     Args:
       cache: A cache of any kind.
       mode: Runtime mode. Defaults to the manager's.
-      manager: Manager whose rules and mesh are used. Defaults to the ambient manager, which the
-        operations on the new cache need.
+      manager: Manager whose rules and mesh are used. Defaults to the ambient manager. Call later
+        operations on the new cache under this manager.
       donate: Free the memory of the old cache. If a device is in both meshes, JAX may use the
         buffers on this device for both caches. These buffers are freed with their last reference.
         Inside `jit`, donate the argument of the compiled function instead.
 
     Raises:
-      CacheError: No mode, no manager, an abstract mesh, another mesh inside a trace, or an order of
-        rows for another number of shards.
+      CacheError: There is no mode or no manager; the mesh is abstract; the call is inside a trace,
+        and the cache is on another mesh; or the order of rows is for another number of shards.
       ShardingError: The rules do not fit the sizes.
     """
     manager, mode = _target(cache, mode, manager)
@@ -162,7 +162,7 @@ def reshard(
 def _target(
     cache: Any, mode: str | None, manager: PartitionManager | None
 ) -> tuple[PartitionManager, str]:
-    """Return the manager and the mode that decide on the new sharding."""
+    """Return the manager and the mode that determine the new sharding."""
     read_value("cache", cache, CACHE, error=CacheError)
     if manager is not None:
         read_value("manager", manager, instance(PartitionManager), error=CacheError)
@@ -194,7 +194,7 @@ def _source(
         if isinstance(sharding, NamedSharding) and _same_mesh(sharding.mesh, manager.mesh):
             return sharding.spec
         return None
-    # A traced or abstract array has the sharding of its mode under the ambient manager.
+    # A traced or abstract array has the sharding of the cache's mode under the ambient manager.
     ambient = context.current()
     if mode is None or (ambient is not None and not _same_mesh(ambient.mesh, manager.mesh)):
         return None

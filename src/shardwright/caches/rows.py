@@ -1,8 +1,8 @@
 """Caches of rows: every slot has rows of its own.
 
-Position p is stored in row p of the slot, or in a ring in row p modulo the capacity. A `RowOrder`
-may permute the rows. Subclasses decide what a row stores: unchanged keys and values, or quantized
-ones with their scales.
+Position p is stored in row p of the slot. In a ring, it is stored in row p modulo the capacity. A
+`RowOrder` may permute the rows. Subclasses decide what a row stores: unchanged keys and values, or
+quantized keys and values with their scales.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RowCache(KVCache):
 
     @abc.abstractmethod
     def encode(self, k: jax.Array, v: jax.Array) -> Buffers:
-        """Return the rows to store for keys and values, by name of the buffer.
+        """Return buffer name -> the rows to store in that buffer for keys and values.
 
         Args:
           k: `[..., kv_heads, head_dim]`.
@@ -61,7 +61,7 @@ class RowCache(KVCache):
         )
 
     def row_view(self) -> View:
-        """Return `view`, in which the rows of each sequence are next to each other."""
+        """Return `view()`: in a row cache, the rows of a sequence are adjacent already."""
         return self.view()
 
     def _append(self, k: jax.Array, v: jax.Array, valid: jax.Array | None) -> Change[Self]:
@@ -75,8 +75,8 @@ class RowCache(KVCache):
         # A ring takes any number of tokens, until positions exceed 32 bits and would wrap.
         overflows = after < self.length if spec.is_ring else after > spec.capacity
         accepted = is_token & ~overflows[:, None]
-        # If a chunk is longer than a ring, only its last rows are written: two writes of one row in
-        # one scatter have no defined order.
+        # If more tokens are appended than a ring has rows, only the last of them are written: two
+        # writes of one row in one scatter have no defined order.
         stored = accepted & (token_positions >= after[:, None] - spec.capacity)
         rows = jnp.where(stored, positions.row_of(spec, token_positions), spec.capacity)
         buffers = scatter.append_rows(self._placed_buffers, self.encode(k, v), rows)
@@ -103,9 +103,9 @@ class RowCache(KVCache):
         # Replicate the positions. Otherwise the minimum over them would need a collective.
         row_positions = sharding.place(row_positions, (EMPTY, EMPTY))
         first = jnp.zeros_like(lengths)
-        # A ring, or pages, may lack old positions, so `first` is the oldest position of the source.
-        # Missing positions matter only from `needed` on, the first position that a query in this
-        # cache can still see.
+        # A ring or a paged cache may lack old positions: `first` is the oldest position that the
+        # source has. A query in this cache can see only positions from `needed` on, so the insert
+        # is refused only if one of these is missing.
         if source.spec.is_ring or not isinstance(source, RowCache):
             first = jnp.min(jnp.where(row_positions >= 0, row_positions, lengths[:, None]), axis=1)
         needed = positions.first_needed(spec, lengths)
@@ -165,7 +165,7 @@ class RowCache(KVCache):
         sharding = self._sharding
         length, slots = (sharding.place(jnp.asarray(x), (EMPTY,)) for x in (self.length, slots))
         named = sharding.place(refusals.named_slots(slots, self.batch), (EMPTY, EMPTY))
-        # Freeing an empty slot is refused, and changes nothing. So the names alone decide which
+        # Freeing an empty slot is refused, and changes nothing. So `slots` alone decides which
         # slots to empty, and lengths are sent only if the caller reads the refusals.
         valid = refusals.first_refusal(*refusals.invalid_names(named)) == Refusal.NONE
         freed = sharding.place(refusals.at_slots(named, valid), (BATCH,))

@@ -1,8 +1,8 @@
 """The only code that writes rows: scatters that run on the shards, so that only new rows are sent.
 
-An array is `[slots, rows, ...]`; in a paged cache, pages take the place of slots. A row that must
-not be written has a number that is out of range. The number is never negative, because JAX counts
-negative indices from the end. Each shard writes the rows of its own slots in place.
+An array is `[slots, rows, ...]`; in a paged cache, pages take the place of slots. A new row that
+must not be written gets a row number that is out of range. That number is never negative, because
+JAX counts negative indices from the end. Each shard writes the rows of its own slots in place.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ def scatter_rows(
     *,
     in_place: bool = False,
 ) -> Buffers:
-    """Return buffers with new rows in any slots. Every shard receives the new rows of its heads.
+    """Return buffers with new rows written to any slots. A shard gets the new rows of its heads.
 
     Args:
       buffers: `[slots, rows, ...]` each.
       new: `[n, m, ...]`, by the same names.
       slots: `[n, m]` or `[n, 1]` int32, the slot of each new row.
-      rows: `[n, m]` int32, the row of each new row in its slot. No two new rows go to the same row.
-        A slot or row out of range drops the new row.
+      rows: `[n, m]` int32, the row number that each new row gets in its slot. No two new rows of a
+        slot get the same number. A slot or row number out of range drops the new row.
       in_place: Whether row i of `new` goes to row i of its slot, and `m` is the number of rows of a
         slot. Then a shard needs only its own rows, so new rows that are sharded like the buffers
         are not sent. Defaults to False.
     """
     specs = buffers.specs
-    # Shards that hold the same rows of every buffer can share one array of row numbers.
+    # One array of row numbers serves all buffers only if all buffers shard their rows alike.
     row_axes = {axes_by_dim(spec, 2)[1] for spec in specs.values()}
     in_place = in_place and len(row_axes) == 1
     gathered = (0,) if in_place else (0, 1)
@@ -98,7 +98,8 @@ def take_slots(buffers: PlacedArrays, parents: jax.Array, *, group: int) -> Buff
             parents = parents - jax.lax.axis_index(axes) * size
         elif axes:
             old = {name: jax.lax.all_gather(x, axes, tiled=True) for name, x in old.items()}
-        # Callers have replaced parents that do not exist, so XLA need not clamp the numbers.
+        # Callers have replaced the parents that do not exist, so all numbers are in range, and XLA
+        # need not clamp them.
         return {name: x.at[parents].get(mode="promise_in_bounds") for name, x in old.items()}
 
     return buffers.run(local, parents, specs=(spec_of(axes),))

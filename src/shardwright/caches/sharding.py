@@ -73,8 +73,8 @@ class CacheSharding:
 
         Args:
           order: The order of the rows.
-          axes: The annotation of an array. Without KV_LENGTH the array has no rows, and nothing is
-            checked.
+          axes: The annotation of an array. If KV_LENGTH is not in it, the array has no rows, and
+            nothing is checked.
           shape: Its shape.
 
         Raises:
@@ -172,7 +172,7 @@ class PlacedArrays:
     def run(
         self, local: Callable[..., dict[str, jax.Array]], *arguments: Any, specs: Sequence[Any]
     ) -> dict[str, jax.Array]:
-        """Return new arrays, sharded as before: `local(arrays, *arguments)` on every shard.
+        """Run `local(arrays, *arguments)` on every shard. Return new arrays, sharded as before.
 
         Args:
           local: Function of local arrays by name, and of local arguments.
@@ -232,9 +232,9 @@ def local_numbers(numbers: jax.Array, axes: tuple[str, ...], size: int) -> jax.A
     Args:
       numbers: Global numbers.
       axes: Mesh axes that shard the slots, rows or pages.
-      size: How many slots, rows or pages a shard has. The number of an item of another shard
-        becomes `size`. This is out of range, so a scatter with `mode="drop"` skips it. A negative
-        number would count from the end.
+      size: How many slots, rows or pages a shard has. The number of a slot, row or page of another
+        shard becomes `size`, which is out of range, so a scatter with `mode="drop"` skips it. A
+        negative number would not be skipped: JAX counts it from the end.
     """
     local = numbers - jax.lax.axis_index(axes) * size if axes else numbers
     return jnp.where((local >= 0) & (local < size), local, size)

@@ -96,7 +96,7 @@ class Overflow(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """The static part of a cache. Sizes are global.
+    """The static part of a cache. All sizes are global, not those of a shard.
 
     Attributes:
       batch: Number of slots.
@@ -107,7 +107,7 @@ class CacheSpec:
       v_dim: Size of a value.
       dtype: Dtype of the keys and values that callers append. The cache stores them in this dtype
         unless it is quantized.
-      overflow: What happens to tokens that do not fit.
+      overflow: What happens to tokens that do not fit into a slot.
       order: Which row of a slot holds which position.
       window: Positions that attention sees, including the query's own. None: all.
       mode: Runtime mode whose sharding the arrays have under a manager. None: the cache was created

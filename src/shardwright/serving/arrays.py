@@ -44,7 +44,7 @@ _clear = jax.jit(steps.clear, donate_argnums=0)
 _clear_slots = jax.jit(steps.clear_slots, donate_argnums=0)
 _prefill_pages = jax.jit(steps.prefill_pages, static_argnums=(0, 1), donate_argnums=(2, 3))
 _decode_pages = jax.jit(steps.decode_pages, static_argnums=(0, 1, 2), donate_argnums=(3, 4))
-# Stands for a latest token that is on the devices and that the host does not know.
+# Stands for the latest token of a sequence, if it is on the devices and the host does not know it.
 ON_DEVICE: Final = -1
 
 
@@ -54,8 +54,8 @@ class SequenceState:
 
     Attributes:
       slot: Its slot.
-      pages: Its pages, in order, if the host assigns them. NO_PAGE stands for a page that was given
-        back.
+      pages: Its pages, in order, if the host assigns pages. NO_PAGE stands for a page that was
+        given back.
       length: Number of its tokens in the cache, after the calls in flight.
       last: Its latest token, or ON_DEVICE if a call in flight draws it.
       index: Number of tokens that it has written, after the calls in flight.
@@ -94,7 +94,7 @@ class RefusalCodes:
     """Codes of `Refusal`, which the devices may not have computed yet.
 
     Attributes:
-      parts: Arrays `[rows]`, one per copy of a cache.
+      parts: Arrays `[rows]`, one for each time that the prompts were copied.
     """
 
     parts: tuple[jax.Array, ...]
@@ -113,7 +113,7 @@ class RefusalCodes:
 class Arrays(abc.ABC):
     """The weights and the caches of an engine. Every call replaces the caches that it changes.
 
-    A call returns before the devices have computed its results. `fetch` of a result waits for it.
+    A call returns before the devices have computed its results. `fetch` waits for a result.
 
     Attributes:
       read_part: Name of the attribute that `prefill` changes.
@@ -166,7 +166,7 @@ class Arrays(abc.ABC):
 
     @abc.abstractmethod
     def insert(self, sequences: Mapping[int, SequenceState]) -> RefusalCodes | None:
-        """Move the prompts that were read to their end, from the prefill batch to their slots.
+        """Move the prompts that are completely read from the prefill batch to their slots.
 
         Args:
           sequences: Sequences by row. If `last` is ON_DEVICE, the first token is the one that the
@@ -236,7 +236,7 @@ class Arrays(abc.ABC):
         piece: int | str,
         donate: bool,
     ) -> Update:
-        """Replace the weights, or leave them as they are if a move fails; see `update_weights`."""
+        """Replace the weights; see `weights.update_weights`. If a move fails, keep the old ones."""
         version = next_version(self.version, version)
         self._setup, update = update_weights(
             self._setup, params, prefill_params, version, piece=piece, donate=donate
@@ -249,7 +249,7 @@ class Arrays(abc.ABC):
         return _jax.is_deleted((self._setup.params, self._setup.prefill_params))
 
     def vocabulary(self) -> int:
-        """Return the number of tokens for which the model has logits, without running it.
+        """Return the number of tokens for which the model has logits. This only traces the model.
 
         Raises:
           ServingError: The model does not return what `Model` describes, or does not use `valid`.
@@ -428,7 +428,9 @@ class SlotArrays(Arrays):
         return Sampled(packed=jax.device_put(following.packed, replicated))
 
     def _in_transit(self, slots: np.ndarray) -> tuple[Caches, jax.Array]:
-        """Return a prefill batch on the mesh of prefill, and `[rows]` codes.
+        """Copy prompts from their slots into a new prefill batch on the mesh of prefill.
+
+        Return the caches of this batch, and `[rows]` codes of `Refusal`.
 
         Args:
           slots: `[rows]` int32, the slot that each row gets, as in `steps.resume`.
@@ -448,8 +450,9 @@ class SlotArrays(Arrays):
 class PageArrays(Arrays):
     """The pools of an engine whose host assigns pages to requests.
 
-    In each call, the host passes tables, lengths and how to draw: everything except the pools and
-    the tokens that it has not read. So nothing has to be inserted into slots or cleared.
+    In each call, the host passes the tables, the lengths and the sampling: everything except the
+    pools and the tokens that it has not fetched. So nothing has to be inserted into slots or
+    cleared.
 
     Attributes:
       pools: Pages of keys and values, per layer.
@@ -515,7 +518,7 @@ class PageArrays(Arrays):
         return readable_tokens
 
     def insert(self, sequences: Mapping[int, SequenceState]) -> None:
-        """Do nothing: a prompt is read in the pages in which it decodes."""
+        """Do nothing: a prompt is read into the pages that its request also uses in decode."""
 
     def park(self, into: Mapping[int, int]) -> None:
         """Do nothing; see `insert`."""
@@ -530,7 +533,7 @@ class PageArrays(Arrays):
         """Do nothing; see `clear_rows`."""
 
     def usage(self, slot_lengths: collections.abc.Sequence[int], free_pages: int) -> CacheUsage:
-        """Return what the host has recorded, because the devices do not know who uses a page."""
+        """Return the records of the host: the devices do not know which request uses a page."""
         return CacheUsage(
             row_lengths=(0,) * self._setup.prefill_rows,
             slot_lengths=tuple(slot_lengths),
@@ -585,7 +588,7 @@ def _moved(caches: Caches, target: PartitionManager) -> Caches:
 def _chunks_of(
     chunks: Mapping[int, collections.abc.Sequence[int]], shape: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens `[rows, chunk]`, and `[2, rows]` with their number by row, and zeros."""
+    """Return tokens `[rows, chunk]`, and `[2, rows]`: the number of tokens of each row, and 0."""
     tokens, entries = np.zeros(shape, np.int32), np.zeros((2, shape[0]), np.int32)
     for row, chunk in chunks.items():
         tokens[row, : len(chunk)] = chunk

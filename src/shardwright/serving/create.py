@@ -1,6 +1,6 @@
 """Create the scheduler, the arrays and the loop of an engine, for its kind of cache.
 
-With `pages="90%"`, this computes how many pages fit into the memory of the devices.
+With `pages="90%"`, this module computes how many pages fit into the memory of the devices.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from shardwright.serving.space import PageSpace, SlotSpace
 from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.modes import MODE_DECODE
 
-# Chunks that a prompt reads while others wait for its row. Each change of rows copies two caches,
-# and moves them if prefill has its own mesh. Prompts that are read in place change rows at no cost.
+# Number of chunks of a prompt that are read while another prompt waits for its row. If a row
+# changes its prompt, two caches are copied, and are also moved if prefill has its own mesh. Prompts
+# that are read into their pages change rows at no cost.
 _QUANTUM: Final = 4
 
 
@@ -39,7 +40,7 @@ def make_loop(setup: Setup, meter: Meter, *, queue: int, ahead: bool) -> Loop:
     """Create the caches, and the loop that serves requests with them.
 
     Raises:
-      ServingError: An option of the caches that an engine does not support.
+      ServingError: An engine does not support an option of the caches.
     """
     setup = with_pages(setup)
     arrays: SlotArrays | PageArrays
@@ -111,7 +112,8 @@ def with_pages(setup: Setup) -> Setup:
         raise ServingError(f"pages={pages!r}", path="cache_options", fix=_FIX)
     free = _free_bytes(setup, int(share[1]), memory)
     shards, page_bytes = _page_shards(setup)
-    # Count per shard: a page is on one shard of the pool, with the kv heads of that device.
+    # Count the pages per shard of the pool. `page_bytes` are the bytes of a page on one device,
+    # which has only its own kv heads.
     count = free // page_bytes
     if count < 1:
         raise ServingError(
@@ -168,7 +170,8 @@ def _page_shards(setup: Setup) -> tuple[int, int]:
     with setup.under(MODE_DECODE):
         sharding = ambient_sharding(None if setup.manager is None else MODE_DECODE)
         sizes = {} if setup.manager is None else dict(setup.manager.mesh.shape)
-        # This number of pages divides over every mesh axis, so only the rule decides.
+        # This number of pages divides over every mesh axis, so the rule alone decides how the pages
+        # are sharded.
         most = math.prod(sizes.values())
         dims = (most, size, shape.kv_heads, shape.head_dim)
         by_dim = axes_by_dim(sharding.spec(PAGE_AXES, dims, name="k_pages"), 4)

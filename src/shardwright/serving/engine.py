@@ -88,7 +88,7 @@ class Handle:
         return self._job.completion is not None
 
     def _has(self, at: int) -> bool:
-        """Tell whether token number `at` is written, or will never be written."""
+        """Tell whether token number `at` of the text is written, or will never be written."""
         return self._has_ended() or at < len(self._job.text)
 
     def _raise_failure(self) -> None:
@@ -153,9 +153,9 @@ class Engine:
             cache.
           cache: "dense", "sliding", "quantized" or "paged".
           cache_options: Options of that kind of cache, such as `page_size` and `pages`; see
-            `caches.init`. `pages="90%"` means as many pages as fit while at most 90 % of the memory
-            of each device is in use. `memory="16GiB"` states the memory of a device that does not
-            report it.
+            `caches.init`. With `pages="90%"`, the pool has as many pages as fit while at most 90 %
+            of the memory of each device is in use. `memory="16GiB"` states the memory of a device
+            that does not report it.
           manager: Shards the caches of decode. Defaults to the ambient one, if any.
           prefill_manager: Shards the caches of prefill, possibly on another mesh. Defaults to
             `manager`.
@@ -164,8 +164,8 @@ class Engine:
           prefill_chunk: Number of tokens of a prompt that are read between two decode steps.
           decode_steps: Largest number of tokens that a slot gets in one step. New requests and
             cancels wait for these tokens.
-          ahead: Whether a step begins before the tokens of the step before it are read, so that the
-            devices need not wait for the host. With `ahead`, a token is known one step later.
+          ahead: Whether a step begins before the tokens of the previous step are fetched, so that
+            the devices need not wait for the host. With `ahead`, a token is known one step later.
           queue: Largest number of requests that may wait for a slot.
           clock: Returns the time in seconds, for the report.
 
@@ -231,7 +231,8 @@ class Engine:
           ServingError: The request could never be served.
           QueueFullError: The queue is full. Try again after a `step`.
         """
-        # One lock covers number and queue: a request with a lower number is also queued earlier.
+        # One lock covers numbering and queueing, so a request with a lower number is also earlier
+        # in the queue.
         with self._lock.order:
             try:
                 self._check(request)
@@ -249,9 +250,10 @@ class Engine:
     def cancel(self, handle: Handle) -> bool:
         """End a request in any phase. Return False if it had already ended.
 
-        While another thread runs a step, the request ends with that step. If the step writes the
-        last token of the request, its `finish` is not `canceled`. If several processes run the
-        engine, the request ends in the next step, after the processes have compared their calls.
+        While another thread runs a step, the request ends with that step. If that step writes the
+        last token of the request, the `finish` of the request is not `canceled`. If several
+        processes run the engine, the request ends in the next step, after the processes have
+        compared their calls.
 
         Raises:
           ServingError: `handle` is not a handle of this engine.

@@ -28,8 +28,8 @@ class Limits:
       capacity: Rows of a slot. None for a ring, which holds the end of a text of any length.
       prefill_rows: Number of prompts that are read together.
       chunk: Number of tokens of a prompt that are read in one step.
-      quantum: Number of chunks that a prompt reads before it leaves its row to a waiting prompt.
-        None means all chunks.
+      quantum: Number of chunks of a prompt that are read before the prompt leaves its row to a
+        waiting prompt. None means all chunks.
       queue: Largest number of requests that may wait. Further requests are refused.
       pages: Pages of the pool. None unless the cache is paged.
       page_size: Rows of a page.
@@ -84,10 +84,10 @@ class Job:
       slot: Its slot, which is reserved from admission on.
       row: Its row of the prefill batch, while its prompt is read there.
       read: Number of tokens of the prompt that were read.
-      chunks_in_row: Number of chunks that it has read since it got its row.
-      in_flight: Number of tokens that calls in flight will add to it. These calls have begun, but
-        the host has not read their results.
-      written: All tokens that were sampled and read, including those of stop sequences.
+      chunks_in_row: Number of chunks that were read since the job got its row.
+      in_flight: Number of tokens that calls in flight will add to the job. These calls have begun,
+        but the host has not fetched their results.
+      written: All sampled tokens that the host has fetched, including those of stop sequences.
       logprobs: The logarithms of the probabilities of the tokens in `written`.
       text: The tokens that may be handed out.
       versions: Versions of the weights that computed its tokens, in order.
@@ -112,15 +112,15 @@ class Job:
     def reading(self) -> Sequence[int]:
         """The tokens that the cache must hold before the next token is sampled.
 
-        These are all tokens except the last token that was written. For a request that has written
-        nothing, they are its prompt.
+        These are the prompt and the written tokens, except the last written token. A request that
+        has written nothing has only its prompt.
         """
         if len(self.written) < 2:
             return self.request.prompt
         return (*self.request.prompt, *self.written[:-1])
 
     def used(self, version: int | str) -> None:
-        """Record the version of the weights of a step."""
+        """Record that a step with this version of the weights has computed tokens of the job."""
         if not self.versions or self.versions[-1] != version:
             self.versions.append(version)
 

@@ -1,13 +1,13 @@
 """Run one step of an engine: read prompts, fill slots, decode, hand out tokens. Handle failures.
 
-The scheduler records which request owns which slot and row. The arrays are on devices. Each part of
-a step changes both the scheduler and the arrays, or neither. If a part fails after the arrays have
-changed, the requests in these arrays fail, and the arrays are replaced. Rows live in slots or in
-pages: the arrays and the space of the scheduler know which, and the steps are the same for both.
+The scheduler records which request owns which slot and row. The arrays are on devices. Each stage
+of a step changes both the scheduler and the arrays, or neither. If a stage fails after the arrays
+have changed, the requests in these arrays fail, and the arrays are replaced. Rows live in slots or
+in pages: the arrays and the space of the scheduler know which, and the steps are the same for both.
 
-A part begins a call, which is then in flight: the devices compute it, and the host has not read its
-results. With `ahead`, a step reads the results of the step before it, so the devices do not wait
-for the host between two steps. Otherwise each part reads its own results.
+A stage begins a call, which is then in flight: the devices compute it, and the host has not fetched
+its results. With `ahead`, a step fetches the results of the step before it, so the devices do not
+wait for the host between two steps. Otherwise each stage fetches its own results.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class PendingCall:
     """A call in flight.
 
     Attributes:
-      part: The arrays that the call changed, such as "rows".
+      part: Name of the part of the arrays that the call changed, such as "rows".
       step: Number of the step that began the call.
-      jobs: Jobs that its results belong to. If all of these jobs have ended, the results are not
-        read.
-      fetch: Waits for the results and returns them.
-      take: Called with the results.
+      jobs: Jobs that the results belong to. If all of these jobs have ended, the results are not
+        fetched.
+      fetch: Function that waits for the results and returns them.
+      take: Function of the results. It applies them to the jobs.
     """
 
     part: str
@@ -60,16 +60,17 @@ class PendingCall:
 
 
 class Loop:
-    """The parts of a step.
+    """Runs the steps of an engine.
 
     Attributes:
       scheduler: Records which request owns which slot and row.
       arrays: The caches and the compiled functions.
-      meter: Counts requests, tokens and steps.
+      meter: Counts the requests, tokens and steps.
       stepping: Whether a step is running. Callbacks of requests run inside a step.
-      canceled: Jobs to cancel. Any thread may add to it.
-      calls: The calls of an engine, which several processes compare before each step.
-      ahead: Whether a step begins before the results of the step before it are read.
+      canceled: Jobs to cancel. Any thread may add jobs.
+      calls: The calls of the engine. If several processes run the engine, they compare these calls
+        before each step.
+      ahead: Whether a step begins before the results of the previous step are fetched.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class Loop:
     ) -> None:
         self.scheduler, self.arrays, self.meter, self.calls = scheduler, arrays, meter, calls
         self.ahead, self.stepping = ahead, False
-        # The scheduler reads the results in flight before it preempts a job: the job will read its
-        # own tokens again, so the host must know them.
+        # The scheduler settles the calls in flight before it preempts a job. The job must later
+        # read its own tokens again, so the host must know these tokens.
         scheduler.settle = self._settle
         self.canceled: collections.deque[Job] = collections.deque()
         self._step, self._in_flight = 0, collections.deque[PendingCall]()
@@ -114,8 +115,8 @@ class Loop:
             self._read()
             self._fill()
             self._decode()
-            # With `ahead`, the calls of this step stay in flight. The calls of the step before are
-            # read now, while the devices compute.
+            # With `ahead`, the calls of this step stay in flight. The results of the previous step
+            # are fetched now, while the devices compute.
             self._settle(before=self._step)
             self._end_unless_shared()
             self._drop_settled()
@@ -130,13 +131,13 @@ class Loop:
             self.arrays.compile()
 
     def end_canceled(self) -> None:
-        """Cancel jobs. Also empty their rows and slots, unless a step will do that."""
+        """End the jobs in `canceled`, and empty their slots, unless a step will do that."""
         self._end_unless_shared()
         if not self.stepping and not self.calls.are_compared:
             self.clean()
 
     def drop_requested(self) -> None:
-        """Forget cancels and failures on which the processes do not agree."""
+        """Forget the requested cancels and failures: the processes do not agree on them."""
         self.canceled.clear()
         self._failed.clear()
 
@@ -208,13 +209,13 @@ class Loop:
         self._in_flight.append(call)
 
     def _settle(self, *, before: int | None = None) -> None:
-        """Read the results of calls in flight, in order.
+        """Fetch the results of calls in flight, in order, and record them.
 
-        Within a step, hand out the tokens of a call before the next call is read, because a
-        callback may end its request.
+        Within a step, hand out the tokens of a call before the results of the next call are
+        fetched, because a callback may end its request.
 
         Args:
-          before: Read only the calls of steps with a smaller number. None means all calls.
+          before: Settle only the calls of steps with a smaller number. None means all calls.
         """
         while self._in_flight and (before is None or self._in_flight[0].step < before):
             call = self._in_flight.popleft()
@@ -223,7 +224,7 @@ class Loop:
             try:
                 call.take(call.fetch())
             except BaseException as error:
-                # The arrays of this part come from the failed call, so they are lost too.
+                # The arrays of `call.part` come from the failed call, so they are lost too.
                 self._give_up(call.part, error, call.jobs)
                 self._check_weights(error)
                 raise
@@ -240,9 +241,10 @@ class Loop:
         chunks = self.scheduler.chunks()
         if not chunks:
             return
-        # `kept` are rows that continue a prompt. Prefill removes old tokens from the other rows.
+        # `kept` are the rows that continue a prompt. Prefill empties the other rows first.
         kept = [row for row, job in self.scheduler.rows.items() if job.read]
-        # A job that was preempted already has its next token, so prefill draws none for it.
+        # A job that was preempted after its first token already has its next token, so prefill
+        # draws none for it.
         first = {
             chunk.row
             for chunk in chunks
@@ -281,7 +283,7 @@ class Loop:
         )
 
     def _take_read(self, chunks: Sequence[Chunk], first: Collection[int], sampled: Tokens) -> None:
-        """Take the sampled tokens of the rows in `first`: each is the first token of its text."""
+        """Add the sampled tokens of the rows in `first`: each is the first token of its text."""
         now = self.meter.now()
         for chunk in chunks:
             job, row, is_first = chunk.job, chunk.row, chunk.row in first
@@ -292,11 +294,11 @@ class Loop:
                 self._take(job, sampled.tokens[row], sampled.logprobs[row], now)
 
     def _fill(self) -> None:
-        """Move the prompts that were read to their end into their slots."""
+        """Move the prompts that are completely read into their slots."""
         moves = self.scheduler.ready()
         if not moves:
             return
-        # A prompt whose only token is in flight needs no slot any more.
+        # If the only token of a request is in flight, the request needs no slot any more.
         filled = [move for move in moves if self.scheduler.left(move.job, 1)]
         with self._changing(self.arrays.slot_part):
             if filled:
@@ -305,7 +307,7 @@ class Loop:
             self.scheduler.move([move.job for move in moves])
 
     def _rotate(self) -> None:
-        """Give rows of the prefill batch to the prompts that wait for one, round-robin."""
+        """Give rows of the prefill batch to the prompts that wait for a row, round-robin."""
         moves = self.scheduler.expired()
         if moves:
             with self._changing(self.arrays.slot_part):
@@ -331,8 +333,8 @@ class Loop:
         """Fail the jobs whose tokens were refused by a cache.
 
         Args:
-          moves: Jobs that have moved.
-          codes: Codes of `Refusal` by row.
+          moves: Moves of jobs between rows and slots.
+          codes: Codes of `Refusal` by row of the prefill batch.
         """
         for move in moves:
             if codes[move.row]:
@@ -365,7 +367,7 @@ class Loop:
     def _take_decoded(
         self, jobs: dict[int, tuple[Job, int]], version: int | str, sampled: Tokens
     ) -> None:
-        """Add the tokens of a call to its jobs, except to those that have ended."""
+        """Add the tokens of a decode call to its jobs, except to the jobs that have ended."""
         now, counts = self.meter.now(), []
         for slot, (job, count) in jobs.items():
             job.in_flight -= count
@@ -379,7 +381,7 @@ class Loop:
                     self._take(job, sampled.tokens[at][slot], sampled.logprobs[at][slot], now)
             # New full pages of the job may be shared now, because their tokens are known.
             self.scheduler.wrote(job)
-        # `counts` is not empty: `_settle` reads a call only if one of its jobs has not ended.
+        # `counts` is not empty: `_settle` calls this only if one of the jobs has not ended.
         self.meter.decode_steps += max(counts)
         self.meter.slot_steps += sum(counts)
 
@@ -412,8 +414,8 @@ class Loop:
         """Call `on_token` of the requests that have new tokens."""
         while self._outbox:
             job, token = self._outbox.popleft()
-            # A request that ended by itself gets its last tokens. A request that was canceled or
-            # has failed gets no more tokens.
+            # If a request ended by itself, hand out its last tokens. If it was canceled or has
+            # failed, hand out no more of its tokens.
             wanted = job.completion is None or job.completion.finish in (Finish.LENGTH, Finish.STOP)
             # A job whose callback has failed gets no more tokens, even if the job ends only in the
             # next step.
@@ -447,12 +449,12 @@ class Loop:
     def _changing(self, part: str) -> Iterator[None]:
         """Change the scheduler and a part of the arrays together.
 
-        If that fails after the arrays have changed, fail the requests in them. In any case, read
-        the results of the calls in flight: these calls began before the failure, so the failure
-        does not affect them.
+        If the body of the context fails after the arrays have changed, fail the requests in them.
+        In any case, settle the calls in flight: these calls began before the failure, so the
+        failure does not affect them.
         """
-        # If the body fails before it changes the part, the part is the same, with its arrays.
-        # If the body fails after that, the part was replaced, or its arrays were donated.
+        # If the body fails before it changes the part, the part is the same object, and its arrays
+        # exist. If the body fails after that, the part was replaced, or its arrays were donated.
         before = getattr(self.arrays, part)
         try:
             yield
@@ -478,7 +480,7 @@ class Loop:
           cause: The error.
           jobs: More jobs that fail.
         """
-        # These calls computed with arrays that are lost, so their results are not read.
+        # These calls computed with arrays that are lost, so their results are not fetched.
         failed = [call for call in self._in_flight if call.part == part]
         self._in_flight = collections.deque(call for call in self._in_flight if call.part != part)
         waiting = [job for call in failed for job in call.jobs]
@@ -516,7 +518,7 @@ class Loop:
 
 
 def _is_needed(call: PendingCall) -> bool:
-    """Tell whether a job waits for the results of a call."""
+    """Tell whether a job of a call has not ended, and so waits for the results."""
     return any(job.completion is None for job in call.jobs)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from shardwright.serving.request import Finish
 from shardwright.vocabulary.shown import data_of, text_of
 
-# Number of the latest samples to keep of each time, because an engine may run for months.
+# How many samples of each kind of time are kept: only the latest ones, because an engine may run
+# for months.
 KEPT = 10_000
 
 

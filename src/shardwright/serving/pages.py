@@ -81,8 +81,8 @@ class Pages:
         if count > self.available:
             return False
         for _ in range(count):
-            # Pages with a prefix that may be shared are used last, the least recently used ones
-            # first.
+            # Pages with a prefix that other requests may share are taken last. Of these, the least
+            # recently used pages are taken first.
             if not self._free:
                 self._free += self.prefixes.drop_oldest()
             page = self._free.pop()
@@ -97,16 +97,16 @@ class Pages:
           table: The table of a request.
           tokens: Tokens that the request must read. The request reads at least its last token
             itself, because it needs the logits of that token.
-          read: Number of tokens that it has read.
+          read: Number of tokens that the request has read.
 
         Returns:
-          Number of tokens that it has read or adopted.
+          Number of tokens that the request has read or adopted.
         """
         while read % self.size == 0 and read + self.size < len(tokens):
             column = read // self.size
             node = table.node.children.get(tuple(tokens[read : read + self.size]))
-            # Adopt no page for a table with unwritten pages: the table would have to give these
-            # back first.
+            # Adopt no page if the table has pages that are not written: it would have to give these
+            # pages back first.
             if node is None or column != table.shared or column != len(table.pages):
                 break
             self.prefixes.use(node.page)
@@ -121,11 +121,11 @@ class Pages:
         """Let other requests share the pages that these tokens have filled.
 
         Args:
-          table: The table of the request that wrote them.
-          tokens: All tokens of its text whose keys and values are written.
+          table: The table of the request that wrote the pages.
+          tokens: All tokens of this request whose keys and values are written.
         """
-        # After `forget`, pages of this table may hold values of old weights, so share no more of
-        # them.
+        # After `forget`, pages of this table may hold keys and values of the old weights, so share
+        # no more of these pages.
         while table.node.is_linked and (table.shared + 1) * self.size <= len(tokens):
             first, page = table.shared * self.size, table.pages[table.shared]
             # A page before the window was given back, so the prefix cannot be complete.
@@ -147,7 +147,8 @@ class Pages:
 
     def close(self, table: PageTable) -> None:
         """Give back all pages of a table."""
-        # Give back the last page first, because a page is useless without those before it.
+        # Give back the last page first: a page is useless without the pages before it, so the last
+        # page should be reused first.
         for page in reversed(table.pages):
             if page != NO_PAGE:
                 self._release(page)
@@ -170,14 +171,14 @@ class Pages:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """A page that others may share.
+    """A page that other requests may share.
 
     Attributes:
-      page: Its number. -1 for the root, which has no page.
-      parent: The page before it. None for the root.
-      key: The tokens in it.
-      children: The pages that continue it, by their tokens.
-      is_linked: Whether it is in the tree. A node outside of the tree gets no children.
+      page: Number of the page. -1 for the root, which has no page.
+      parent: Node of the page before it. None for the root.
+      key: The tokens in the page.
+      children: Nodes of the pages that continue the text, by their tokens.
+      is_linked: Whether the node is in the tree. A node outside of the tree gets no children.
     """
 
     page: int = -1
@@ -223,9 +224,9 @@ class Prefixes:
         self.unused[page] = self._nodes[page]
 
     def drop_oldest(self) -> list[int]:
-        """Remove the least recently used page and all pages below it.
+        """Remove the least recently used page and all pages below it from the tree.
 
-        Return the pages that are unused.
+        Return those of the removed pages that no request uses.
         """
         node = next(iter(self.unused.values()))
         if node.parent is not None:
@@ -233,7 +234,7 @@ class Prefixes:
         return self._drop(node)
 
     def clear(self) -> list[int]:
-        """Remove all pages. Return the pages that are unused."""
+        """Remove all pages from the tree. Return those that no request uses."""
         old, self.root = self.root, Node()
         return self._drop(old)
 
@@ -246,7 +247,7 @@ class Prefixes:
             stack += node.children.values()
             node.is_linked = False
             # A table may still have this node. The table must not find the pages below this node,
-            # because they are used again.
+            # because they will get other content.
             node.children = {}
             self._nodes.pop(node.page, None)
             if self.unused.pop(node.page, None) is not None:

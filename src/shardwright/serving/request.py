@@ -75,8 +75,8 @@ def _read_tokens(name: str, given: Any) -> tuple[tuple[int, ...], Faults]:
         if isinstance(given, (str, dict, set)):
             raise TypeError
         values = list(given)
-        # Unlike a size, a token may also be a 0-d array, because programs compute tokens.
-        # Python counts a bool as an integer, so turn it into -1, which is refused below.
+        # Unlike a size, a token may also be a 0-d array, because programs compute tokens. A bool is
+        # an integer in Python, so turn a bool into -1, which is refused below.
         tokens = tuple(-1 if isinstance(token, bool) else operator.index(token) for token in values)
     except TypeError:
         return (), [(f"{name}={quoted(given)} is not a list of tokens", _TOKENS_FIX)]
@@ -87,7 +87,7 @@ def _read_tokens(name: str, given: Any) -> tuple[tuple[int, ...], Faults]:
 
 
 def _read_stop(name: str, stop: Any) -> tuple[tuple[tuple[int, ...], ...], Faults]:
-    """Return tokens, and sequences of tokens, as sequences."""
+    """Return the entries of `stop` as sequences: a single token becomes a sequence of one."""
     # Accept arrays too, because tokens that a program computes are arrays.
     is_array = isinstance(stop, (np.ndarray, jax.Array)) and stop.ndim
     if isinstance(stop, (str, bytes)) or not (is_array or isinstance(stop, Sequence)):

@@ -38,7 +38,7 @@ class Draw:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sampled:
-    """Tokens that were sampled and their log-probabilities, in one array, to fetch in one transfer.
+    """Sampled tokens and their log-probabilities, in one array that one transfer fetches.
 
     Attributes:
       packed: `[..., 2]` int32. The first number is a token or, if it is negative, the code of an
@@ -69,7 +69,7 @@ class Sampled:
         return Sampled(packed=readable(self.packed))
 
     def fetch(self) -> Tokens:
-        """Return the values, in one transfer. Wait for them."""
+        """Wait for the values, and return them. One transfer fetches all of them."""
         values = np.asarray(self.packed)
         logprobs = values.view(np.float32)[..., 1]
         return Tokens(tokens=values[..., 0].tolist(), logprobs=logprobs.tolist())
@@ -77,7 +77,7 @@ class Sampled:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """The values of a `Sampled` as nested lists on the host: a loop over lists needs no NumPy.
+    """The values of a `Sampled` on the host, as nested lists of Python numbers.
 
     Attributes:
       tokens: Tokens or codes.
@@ -100,8 +100,8 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     # Select by a sum over the vocabulary, because Explicit axes have no gather along rows.
     is_token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == tokens[:, None]
     chosen = jnp.sum(jnp.where(is_token, logits, 0), axis=-1)
-    # Round as `jax.nn.log_softmax` does. That function would compute the whole vocabulary, and not
-    # only the chosen token.
+    # These operations round as those of `jax.nn.log_softmax` do. That function would compute all
+    # tokens of the vocabulary, and not only the chosen one.
     return (chosen - top) - jnp.log(jnp.sum(jnp.exp(logits - top[:, None]), axis=-1))
 
 
@@ -118,8 +118,8 @@ def rules_of(
       limits: Largest number of tokens by sequence. Sequences that are not in it write none.
 
     Returns:
-      `[5, batch]` uint32: limit, temperature, top_k, top_p and seed. Two of them are the bits of
-      float32 numbers. `limits_of` and `draw_of` read them.
+      `[5, batch]` uint32: limit, temperature, top_k, top_p and seed. The temperature and top_p are
+      stored as the bits of float32 numbers. `limits_of` and `draw_of` read the array.
     """
     rules = np.zeros((5, batch), np.uint32)
     # Both arrays share memory: a float that is written to one is read as bits from the other.
@@ -210,7 +210,7 @@ def keep(chances: jax.Array, *, top_k: jax.Array, top_p: jax.Array) -> jax.Array
     """
     rank = jnp.arange(chances.size)
     # float32 may round a small top_p to 0, so the first token is always kept. For top_p = 1, all
-    # are kept, even if the sum rounds up to 1 before the last token.
-    # Compare the sum before each token, so that the token that reaches top_p is kept: nucleus
+    # tokens are kept, even if the sum rounds up to 1 before the last token. Compare the sum of the
+    # tokens before each token, so that the token at which the sum reaches top_p is kept: nucleus
     # sampling (https://arxiv.org/abs/1904.09751).
     return (rank < top_k) & ((rank == 0) | (top_p >= 1) | (jnp.cumsum(chances) - chances < top_p))

@@ -35,14 +35,15 @@ class Scheduler:
       space: Where the rows of jobs live.
       inbox: Submitted jobs, which join the queue at the next call. Any thread may add to it.
       queue: Waiting jobs, in order of arrival.
-      rowless: Jobs with a slot that wait for a row, in the order in which they get one.
+      rowless: Jobs with a slot that wait for a row, in the order in which they get rows.
       rows: Jobs by row of the prefill batch.
       slots: Jobs by slot, from admission on.
       dirty_rows: Rows whose tokens belong to no job.
       dirty_slots: Slots to empty. There are none if prompts are read in place.
       preempted: How often a job was preempted.
-      settle: Reads the results of the calls in flight. It is called before a job is preempted,
-        because the results may end jobs, and a job whose tokens are not known cannot continue.
+      settle: Function that fetches the results of the calls in flight. It is called before a job is
+        preempted, because the results may end jobs, and because a preempted job cannot continue
+        unless its tokens are known.
     """
 
     def __init__(self, limits: Limits, space: SlotSpace | PageSpace | None = None) -> None:
@@ -104,7 +105,7 @@ class Scheduler:
         return admitted
 
     def expired(self) -> list[RowMove]:
-        """Return the jobs that must leave their rows: at most as many as other jobs need rows."""
+        """Return the jobs that must leave their rows to jobs that find no free row."""
         wanted = len(self.rowless) - len(self._free_rows())
         if self.limits.quantum is None or wanted <= 0:
             return []
@@ -119,7 +120,7 @@ class Scheduler:
         return [RowMove.of(job, row) for row, job in long[:wanted]]
 
     def park(self, jobs: Sequence[Job]) -> None:
-        """Record that jobs have left their rows, and that their slots hold what was read."""
+        """Record that jobs have left their rows. Their slots hold the read parts of the prompts."""
         for job in jobs:
             self._leave_row(job)
             self.rowless.append(job)
@@ -131,7 +132,7 @@ class Scheduler:
         ]
 
     def take(self, moves: Sequence[RowMove]) -> None:
-        """Record that jobs have rows. A row holds the part of the prompt that was read."""
+        """Record that jobs got rows. The row of a job holds the read part of its prompt."""
         for move in moves:
             self.rowless.remove(move.job)
             move.job.row, move.job.chunks_in_row = move.row, 0
@@ -139,9 +140,9 @@ class Scheduler:
             self.dirty_rows.discard(move.row)
 
     def chunks(self) -> list[Chunk]:
-        """Return the next chunk of every prompt that is not read to its end.
+        """Make room for the next chunk of every prompt that is not completely read.
 
-        Make room for the chunks.
+        Return the chunks.
         """
         for job in self._prefilling():
             if job.row is not None:
@@ -162,7 +163,7 @@ class Scheduler:
             self.space.wrote(chunk.job, chunk.job.read)
 
     def ready(self) -> list[RowMove]:
-        """Return the jobs in rows whose prompts were read to their end."""
+        """Return the jobs in rows whose prompts are completely read."""
         return [
             RowMove.of(job, row)
             for row, job in sorted(self.rows.items())

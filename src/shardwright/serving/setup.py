@@ -27,13 +27,13 @@ class Setup:
 
     Attributes:
       model: The model.
-      params: Its weights.
+      params: The weights of the model.
       manager: Manager for insert and decode. None means that nothing is sharded.
       prefill_manager: Manager for prefill.
       prefill_params: The weights, sharded for prefill.
       shape: Sizes of the keys and values that the model stores in a cache.
-      kind: Kind of the slots' caches.
-      options: Options of that kind.
+      kind: Kind of the caches of the slots.
+      options: Options of that kind of cache.
       slots: Sequences that are decoded together.
       capacity: Rows per slot.
       prefill_rows: Prompts that are read together.
@@ -141,10 +141,11 @@ def placed(
 def on_device(tree: T, device: jax.Device | None) -> T:
     """Return a tree whose arrays are committed to a device.
 
-    They share memory with the arrays that were passed.
+    The arrays of the result share memory with those of `tree`.
 
-    The functions of an engine return committed arrays if one argument is committed. With
-    uncommitted arrays, JAX would then compile each function a second time.
+    A function of an engine returns committed caches if one of its arguments is committed. If the
+    caches of the first call were not committed, those of the next call would be, and JAX would
+    compile the function a second time.
     """
     if device is None:
         return tree
@@ -156,7 +157,7 @@ def on_device(tree: T, device: jax.Device | None) -> T:
 
 @contextlib.contextmanager
 def _naming(argument: str, size: int) -> Iterator[None]:
-    """If the batch of a cache does not divide, name the argument of the engine in the error."""
+    """Name the argument of the engine in an error about a batch that does not divide."""
     try:
         yield
     except ShardingError as error:

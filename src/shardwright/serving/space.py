@@ -1,8 +1,8 @@
-"""Where the rows of requests live: in slots of a fixed size, or in pages. No arrays, no devices.
+"""Record where the rows of requests are: in slots of a fixed size, or in pages. Needs no devices.
 
-A `SlotSpace` reserves rows, or pages, for the longest possible text of a request, so nothing can
-run out later. Prompts are read in a prefill batch and copied to their slots. A `PageSpace` gives a
-request pages as its text grows, and pages may run out. Prompts are read in place.
+A `SlotSpace` reserves rows, or pages, for the longest possible text of a request, so that they
+cannot run out later. Prompts are read in a prefill batch and copied to their slots. A `PageSpace`
+gives a request pages as its text grows, and pages may run out. Prompts are read into these pages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SlotSpace:
         return (self._limits.pages or 0) - sum(self._reserved.values())
 
     def fits(self, job: Job, jobs: Iterable[Job]) -> bool:
-        """Tell whether there are free pages for all that a waiting job may need.
+        """Tell whether enough pages are free for the longest possible text of a waiting job.
 
         Args:
           job: The job.
@@ -133,7 +133,10 @@ class PageSpace:
         """Do nothing, because pages need not be emptied."""
 
     def adopt(self, job: Job) -> int:
-        """Share pages that hold the next tokens of a prompt. Return how many tokens are read."""
+        """Share pages that hold the next tokens of a prompt. Return how many tokens are then read.
+
+        See `Pages.adopt`.
+        """
         return self.pool.adopt(self._tables[job.number], job.reading, job.read)
 
     def grow(self, job: Job, tokens: int) -> bool:
@@ -141,7 +144,7 @@ class PageSpace:
         return self.pool.grow(self._tables[job.number], tokens)
 
     def wrote(self, job: Job, tokens: int) -> None:
-        """Share the full pages of a job that has this many tokens, and give back old pages."""
+        """Share the full pages of a job with `tokens` tokens. Give back pages before the window."""
         table = self._tables[job.number]
         if tokens // self.pool.size > table.shared:
             self.pool.offer(table, job.reading[:tokens])
@@ -154,5 +157,5 @@ class PageSpace:
         return self._tables[job.number].pages
 
     def forget(self) -> None:
-        """Share no page that was written earlier, because weights or pools were replaced."""
+        """Stop sharing all pages, because the weights or the pools were replaced."""
         self.pool.forget()

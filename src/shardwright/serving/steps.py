@@ -1,10 +1,10 @@
 """The compiled functions that run on devices. The caches are donated to them.
 
 `prefill` reads a chunk of every prompt into a row of the prefill batch. `insert` copies prompts
-that were read to their end into slots. If a prompt was read only in part, `park` copies it into its
+that are completely read into slots. If a prompt was read only in part, `park` copies it into its
 slot, and `resume` copies it back. `decode` gives every active slot its next token. `clear` and
-`clear_slots` empty rows and slots. `prefill_pages` and `decode_pages` do the same in pages that the
-host assigns, where nothing has to be inserted or cleared. No shape depends on the number of
+`clear_slots` empty rows and slots. `prefill_pages` and `decode_pages` read and decode in pages that
+the host assigns, where nothing has to be inserted or cleared. No shape depends on the number of
 sequences, so nothing is compiled twice.
 """
 
@@ -178,7 +178,7 @@ def _check_caches(new: Any, old: Caches) -> None:
             "the model returned other caches than it was given", path="model", fix=_RETURN
         )
     for layer, (after, before) in enumerate(zip(new, old, strict=True)):
-        # An append makes a new length in any case, even if it appends only padding.
+        # An append always makes a new array `length`, even if it appends only padding.
         if after.length is before.length:
             raise ServingError(
                 f"the model returned the cache of layer {layer} unchanged, without the tokens",
@@ -206,7 +206,8 @@ def prefill(
       of a row without tokens.
     """
     count = tokens.shape[0]
-    # A row that continues a prompt is not emptied: it gets the number `count`, which is no row.
+    # A row that continues a prompt must not be emptied: `count`, which is no row, replaces its
+    # number.
     empty = jnp.where(entries[1] > 0, count, jnp.arange(count, dtype=jnp.int32))
     # Empty rows in the same program, so that a new prompt needs no extra call.
     return _read_chunk(model, clear(rows, empty), params, tokens, entries[0], rules)
@@ -217,8 +218,7 @@ def _read_chunk(
 ) -> tuple[Caches, Sampled]:
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < counts[:, None]
     logits, new = read(model, params, tokens, rows, valid)
-    # The logits of the last token of each row. A row without tokens has none; its result is
-    # ignored.
+    # The logits of the last token of each row. If a row has no tokens, its result is ignored.
     last = jnp.take_along_axis(logits, jnp.maximum(counts, 1)[:, None, None] - 1, axis=1)[:, 0]
     return new, next_tokens(last, rows, new, counts, rules, jnp.zeros_like(counts))
 
@@ -226,14 +226,14 @@ def _read_chunk(
 def insert(
     slots: SlotState, source: Caches, entries: jax.Array, following: Sampled, rules: jax.Array
 ) -> tuple[SlotState, jax.Array]:
-    """Copy prompts that were read to their end into slots.
+    """Copy prompts that are completely read into slots.
 
     Args:
       slots: Donated.
       source: Caches of the prefill batch.
-      entries: `[2, rows]` int32: the slot of each row, and its first generated token. A negative
-        number means that the token is in `following`. A row is not copied if its slot number is
-        past the last slot.
+      entries: `[2, rows]` int32: the slot of each row, and the first token that follows its prompt.
+        A negative token means that the token is in `following`. A row is not copied if its slot
+        number is past the last slot.
       following: `[rows]`, as `prefill` returns it.
       rules: `[5, rows]`, as in `SlotState`.
 
@@ -287,7 +287,7 @@ def resume(rows: Caches, source: Caches, slots: jax.Array) -> tuple[Caches, jax.
     count, batch = slots.shape[0], source[0].batch
     own = jnp.arange(count, dtype=jnp.int32)
     if isinstance(source[0], PagedCache):
-        # Other slots are not read, because a copy of all slots' rows may not fit.
+        # Other slots are not read, because a copy of the rows of all slots may not fit into memory.
         named = tuple(cache.only(slots) for cache in source if isinstance(cache, PagedCache))
         return _replaced(rows, named, jnp.where(slots < batch, own, count))
     # `insert` needs the target of each row of the source, so invert the map. Slots that are not
@@ -299,7 +299,7 @@ def resume(rows: Caches, source: Caches, slots: jax.Array) -> tuple[Caches, jax.
 
 
 def _replaced(caches: Caches, source: Caches, into: jax.Array) -> tuple[Caches, jax.Array]:
-    """Replace sequences in the caches by copies of those in `source`.
+    """Replace the sequences in slots `into` of the caches by copies of those in `source`.
 
     Return the caches, and codes of `Refusal`.
     """
@@ -365,7 +365,7 @@ def _repeat(count: int, step: Callable[[S], tuple[S, Sampled]], state: S) -> tup
     if count == 1:
         state, sampled = step(state)
         return state, jax.tree.map(lambda x: x[None], sampled)
-    # A slot may reach its limit in the middle: `active` is computed anew in each step.
+    # A slot may reach its limit before the last step: `active` is computed anew in each step.
     return jax.lax.scan(lambda state, _: step(state), state, length=count)
 
 
@@ -407,8 +407,8 @@ def prefill_pages(
       params: Weights.
       tokens: `[batch, chunk]` int32.
       entries: `[2, batch]` int32: how many tokens of each row are not padding, and the slot whose
-        latest token the row draws. For a row that draws no token of a slot, the slot number is past
-        the last slot.
+        latest token the row draws. If the row draws no such token, the slot number is past the last
+        slot.
       batch: The sequences.
 
     Returns:
@@ -448,9 +448,9 @@ def decode_pages(
       sequence after its limit.
     """
     mode = spec.mode
-    # The lengths and numbers are replicated, like the tables, so that no layer gathers them. The
-    # latest tokens stay with their slots: every device has those that it drew.
-    # Rows 0 and 2 of `state`: the length, and the number of written tokens.
+    # Rows 0 and 2 of `state` are the lengths and the numbers of written tokens. They are replicated
+    # like the tables, so that no layer gathers them. The latest tokens are sharded like the slots:
+    # every device has the tokens that it drew.
     counters, rules = replicated((batch.state[::2], batch.rules), mode)
     given = by_slot(batch.state[1], mode)
     last = by_slot(jnp.where(given < 0, last, given), mode)
@@ -525,7 +525,7 @@ def next_tokens(
     rules: jax.Array,
     index: jax.Array,
 ) -> Sampled:
-    """Draw the next tokens, or return codes where a cache did not grow by `counts`."""
+    """Draw the next tokens. If a cache did not grow by `counts`, return a code as the token."""
     mode = old[0].spec.mode
     rules = replicated(rules, mode)
     # Every device has the temperatures of all slots. If `is_greedy` and `draw` shared one array,

@@ -18,7 +18,7 @@ class StepLock:
     """The lock of an engine. Whoever holds it may run a step.
 
     Attributes:
-      order: Guards the queue while a request is submitted.
+      order: Lock of the queue, held while a request is submitted.
       calls: The calls since the last step.
     """
 
@@ -77,8 +77,8 @@ class StepLock:
 
         Args:
           done: Whether to return.
-          whole: Whether a step that another thread runs must end first. Such a step may still call
-            callbacks, and an error of a callback changes the result of its request.
+          whole: Whether to wait also until a step that another thread runs has ended. Such a step
+            may still call callbacks, and an error of a callback changes the result of its request.
         """
         while whole or not done():
             with self._lock:
@@ -98,8 +98,8 @@ class StepLock:
     def _next_step(self) -> concurrent.futures.Future[None]:
         with self.order:
             if self._pool is None:
-                # Use one thread: the tasks of an event loop share a step instead of running one
-                # step each.
+                # Use one thread, so that the tasks of an event loop share a step instead of running
+                # one step each.
                 self._pool = concurrent.futures.ThreadPoolExecutor(1, "shardwright-engine")
             if self._running is None or self._running.done():
                 self._running = self._pool.submit(self._step_alone)

@@ -33,7 +33,7 @@ class Update:
     Attributes:
       version: The version that the engine serves now.
       plans: How the weights moved: a plan for decode, and another plan if prefill has its own
-        weights. The plans cover the weights on devices.
+        weights. The plans cover only weights on devices.
       placed_bytes: Bytes of the weights that are copied without a plan: those in host memory, and
         those that JAX may place anew in each step, such as `jnp.float32(1)`.
     """
@@ -138,7 +138,7 @@ def _move_both(
 ) -> list[MovedWeights]:
     """Move the weights of prefill, then those of decode."""
     if prefill_params is None:
-        # `params` moves twice, and only the second move may donate it.
+        # `params` moves twice, to prefill and to decode, and only the second move may donate it.
         prefill = move(params, setup.prefill_params, name="params", donate=False)
         return [move(params, setup.params, name="params", donate=donate), prefill]
     check_weights(params, setup.params, "params")
@@ -185,7 +185,7 @@ def move_weights(new: Any, old: Any, *, name: str, piece: int | str, donate: boo
         leaves = [others[at] if at in placed else next(rest) for at in range(len(given))]
         return jax.tree.unflatten(structure, leaves)
 
-    # None is an empty tree, so the plan has the paths of the other leaves.
+    # JAX takes None as an empty tree, so the plan has only the other leaves, with their own paths.
     planned = [None if at in placed else leaf for at, leaf in enumerate(given)]
     tree, shardings = (jax.tree.unflatten(structure, part) for part in (planned, targets))
     plan = plan_moves_of(tree, shardings, piece=piece, donate=donate, dtype=dtype)
@@ -213,7 +213,7 @@ def resumable(complete: Callable[[Any], Any]) -> Iterator[None]:
 def _target(old: Any) -> NamedSharding | None:
     """Return the sharding to which a weight moves by a plan.
 
-    None if it is placed without a plan.
+    Return None if the weight is placed without a plan.
     """
     sharding = old.sharding if isinstance(old, jax.Array) else None
     if isinstance(sharding, SingleDeviceSharding) and old.committed:
@@ -226,7 +226,7 @@ def _target(old: Any) -> NamedSharding | None:
 
 
 def _place(leaf: Any, old: Any) -> Any:
-    """Return a copy of a weight where the served weight `old` is. `old` is not on a mesh."""
+    """Return a copy of a weight, on the device or host of the served weight, which has no mesh."""
     dtype = jnp.result_type(old)
     if not isinstance(old, jax.Array):
         return np.array(leaf, dtype)
@@ -236,7 +236,7 @@ def _place(leaf: Any, old: Any) -> Any:
 
 
 def _as_served(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Return a weight that has moved. If the old weight is on a single device, remove the mesh."""
+    """Return a moved weight. If the old weight is on a single device, remove the mesh."""
     if isinstance(old.sharding, SingleDeviceSharding):
         # Remove the mesh from the array's type, without a copy: jit compiles for each type.
         single: jax.Array = jax.device_put(new.addressable_shards[0].data, old.sharding)

@@ -7,8 +7,8 @@ keys inside `shard_map`:
 - `forward(operands, recipe, state=...)` adds a set of keys to a running state;
 - `finish` adds the sinks and returns output and logsumexp;
 - `delta(o, do, dlse)` is computed once per row. `backward(operands, recipe, lse=..., do=...,
-  delta=...)` then returns what this set of keys contributes to the gradients, in float32, to be
-  summed over sets;
+  delta=...)` then returns what a set of keys contributes to the gradients. The float32 results of
+  all sets are to be summed;
 - `sinks_gradient(sinks, lse, delta)` is computed once;
 - `attend(operands, recipe)` does all of this if all keys are local, and is differentiable.
 
@@ -43,7 +43,7 @@ _NO_FLOATS = dict.fromkeys(_FLOATS)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Gradients:
-    """Cotangents of the operands, float32, in their shapes. `bias` is None without a bias."""
+    """Float32 cotangents, in the shapes of the operands. `bias` is None if there is no bias."""
 
     q: jax.Array
     k: jax.Array
@@ -106,7 +106,7 @@ def _values(
 def backward_pass(
     static: tuple[Arithmetic, str], residuals: Any, cotangents: Any
 ) -> dict[str, Any]:
-    """Return the cotangents of the operands that `split` names; see `derivatives.Backward`."""
+    """Return the cotangents of the operands that have gradients; see `derivatives.Backward`."""
     recipe, _ = static
     floats, others, (o, lse, lse_error) = residuals
     # The rounding error of the logsumexp is behind `stop_gradient`, so its cotangent is 0.
@@ -136,7 +136,7 @@ def forward(operands: Operands, recipe: Arithmetic, *, state: Running | None = N
     Args:
       operands: Local arrays.
       recipe: Static settings of the computation.
-      state: The state of the same queries before. Defaults to the state before any key.
+      state: The state of the same queries after earlier keys. Defaults to the state before any key.
     """
     operands, state = _jax.vary_together((operands, state))
     grid = blocks.grid_of(operands, recipe)
@@ -156,7 +156,7 @@ def forward(operands: Operands, recipe: Arithmetic, *, state: Running | None = N
 
         def add_keys(state: Running, j: Any) -> tuple[Running, None]:
             block = blocks.key_block(row, j, recipe, grid)
-            # Without a mask that can hide the whole block, a conditional would only cost time.
+            # If no mask can hide the whole block, a conditional would only cost time.
             if not blocks.may_be_empty(block, recipe):
                 return _add(recipe, block, state), None
             # XLA runs only one branch of `cond`, so a hidden block costs no matmul. Its keys and
@@ -191,7 +191,8 @@ def finish(state: Running, operands: Operands) -> tuple[jax.Array, jax.Array, ja
 def _add(recipe: Arithmetic, block: Operands, state: Running) -> Running:
     """Return the state after a block of keys."""
     if block.k_scale is not None:
-        # Keep v in float32 for float16: a weight times the scale of v can be too small for float16.
+        # If q is float16, convert v to float32: a weight times the scale of v can be too small for
+        # float16.
         wide = jnp.float32 if block.q.dtype == jnp.float16 else block.q.dtype
         block = block.replace(k=block.k.astype(block.q.dtype), v=block.v.astype(wide))
     # A step of the inner loop of FlashAttention-2 (Dao 2023, algorithm 1).
@@ -409,7 +410,7 @@ def _logit_gradients(
 def _add_bias(
     dbias: jax.Array, ds: jax.Array, bias: jax.Array, q_start: jax.Array, kv_start: jax.Array
 ) -> Any:
-    """Add the gradient of a block to the gradient of the bias, summed over broadcast dims."""
+    """Add the gradient of a block, summed over broadcast dims, to the gradient of the bias."""
     # A dim of size 1 was broadcast, and the transpose of a broadcast is a sum.
     shared = tuple(dim for dim in range(4) if bias.shape[dim] == 1)
     part = jnp.sum(ds, axis=shared, keepdims=True)

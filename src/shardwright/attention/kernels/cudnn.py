@@ -59,7 +59,7 @@ def not_in_cudnn(call: AttentionCall, before: tuple[str, ...] = ()) -> tuple[str
 
 @functools.cache
 def failure_on(device_kind: str) -> str:
-    """Return why cuDNN does not work on this process's GPUs; empty if it does."""
+    """Return why cuDNN does not work on this process's GPUs; empty if it works."""
     del device_kind
     # Try cuDNN in a new thread, in which no mesh is ambient and nothing is traced.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:

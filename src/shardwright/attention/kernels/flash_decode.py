@@ -9,10 +9,10 @@ collectives send the partial results:
 - Many queries take two collectives. In an all-to-all, each shard receives the partial results of
   some heads from all shards, and combines them. Each shard sends `(n - 1) / n` of its own partial
   results. An all-gather then replicates the output. (One all-reduce would send more bytes, because
-  it would replicate float32 sums.) If the heads do not divide over the shards, a maximum and a sum
-  over the shards are used instead.
-- If the output's heads are sharded over the keys' mesh axes, the all-to-all suffices. The queries
-  of those heads are gathered first.
+  it would replicate float32 sums.) If the heads do not divide over the shards, the two collectives
+  are a maximum and a sum over the shards.
+- If the output's heads are sharded over the keys' mesh axes, the all-to-all suffices. The query
+  heads are gathered over these mesh axes first.
 - If the queries are sharded over all mesh axes of the keys, as in a prefill chunk, their rows are
   gathered first. The all-to-all then returns to each shard the partial results of its own rows.
 
@@ -71,7 +71,7 @@ class Combination:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes of the keys, ordered like the parts of a dim that the shards combine."""
+        """The mesh axes of the keys, major first: rank r over them combines part r of a dim."""
         return (*self.row_axes, *self.head_axes, *self.rest)
 
     def with_all_heads(self, shard: Operands) -> Operands:
@@ -159,7 +159,8 @@ class Combination:
         by_rank = jnp.moveaxis(
             partial.reshape(*before, self.shards, size // self.shards, *after), dim, 0
         )
-        # Exchange a leading dim: for an inner dim, XLA for TPUs copies the array before and after.
+        # Exchange a leading dim: for an inner dim, XLA for TPUs copies the array before and after
+        # the all-to-all.
         pieces: jax.Array = jax.lax.all_to_all(by_rank, self.axes, split_axis=0, concat_axis=0)
         return pieces
 
@@ -219,7 +220,11 @@ def return_sequences(state: Running, axes: tuple[str, ...], count: int) -> Runni
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: some mesh axes of the keys shard queries or heads."""
+    """Return why a call cannot be served.
+
+    The reasons: the call asks for weights, or mesh axes of the keys also shard queries or heads in
+    a way that is not supported.
+    """
     specs = call.specs
     reasons = [*shards.no_weights(call)]
     shared = [axis for axis in specs.kv_length if axis in specs.q_length]

@@ -1,11 +1,11 @@
 """Ring attention: keys and values travel around the shards of the sequence (Liu et al. 2023).
 
-Memory is that of a few shards, for any number of ranks. Each rank attends to the keys that arrive
-and passes them on. With n ranks, each sends its keys n - 1 times in the forward pass. In the
-backward pass, each rank sends keys n - 1 times again, and gradients of keys n times: the last time,
-the gradients return to the rank that stores their keys. Masks work by position, so contiguous
-shards and the zigzag order need no special code. Blocks in which no pair attends are skipped. Under
-a causal mask in zigzag order, this halves the work of every rank.
+A rank holds the keys of a few shards, for any number of ranks. Each rank attends to the keys that
+arrive and passes them on. With n ranks, each rank sends a shard of keys n - 1 times in the forward
+pass. In the backward pass, it sends keys n - 1 times again, and gradients of keys n times: the last
+time, the gradients return to the rank that stores their keys. Masks compare positions, so
+contiguous shards and the zigzag order need no special code. Blocks in which no pair attends are
+skipped. Under a causal mask in zigzag order, this halves the work of every rank.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _Ring:
       recipe: Static settings of the computation.
       axes: The mesh axes of the ring, major first.
       size: Number of ranks.
-      steps: The shards that a rank reads, each as its distance back in ranks. The rank's own shard,
-        0, is first.
+      steps: The shards that a rank reads: step i is the shard of the rank that is i ranks back. The
+        rank's own shard, 0, is first.
       loop: Whether the steps are a `lax.scan`.
       kernel: `blockwise`, or a value with the same functions.
     """
@@ -74,7 +74,7 @@ class _Ring:
 
 
 def steps_of(call: AttentionCall) -> tuple[int, ...]:
-    """Return which shards of keys at least one rank must read, each as its distance back in ranks.
+    """Return the steps of a ring (see `_Ring`) in which at least one rank must read keys.
 
     If positions are arrays, every shard is read. If positions count from an offset, a causal window
     of w tokens over shards of s rows leaves `1 + ceil((w - 1) / s)` steps.
@@ -141,7 +141,7 @@ def _run(shard: Operands, *, call: AttentionCall, inner: inner_kernel.Inner) -> 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Grads:
-    """Float32 gradients so far. The gradients of keys and values, `kv`, travel with the keys."""
+    """The float32 gradients so far. Those of keys and values, `kv`, travel with the keys."""
 
     q: jax.Array
     bias: jax.Array | None
@@ -202,8 +202,8 @@ def _backward_pass(ring: _Ring, residuals: Any, cotangents: Any) -> dict[str, An
     grads, kv = _scan_steps(ring, attend_and_send, (start, sequence.pack(operands.k, operands.v)))
     grads = add(grads, kv, ring.steps[-1])
     dk, dv = sequence.unpack(grads.kv, head_dim=operands.q.shape[-1])
-    # Gradients travel in float32 while they grow. The last hop sends complete gradients in their
-    # own dtype: half of the bytes for bfloat16.
+    # Gradients travel in float32 while they grow. The last hop sends the complete gradients in the
+    # dtypes of k and v: for bfloat16, these are half of the bytes.
     complete = sequence.pack(dk.astype(operands.k.dtype), dv.astype(operands.v.dtype))
     returned = ring.send(complete, -ring.steps[-1])
     dk, dv = sequence.unpack(returned, head_dim=operands.q.shape[-1])

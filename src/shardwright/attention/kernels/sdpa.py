@@ -31,7 +31,7 @@ def run(operands: Operands, call: AttentionCall) -> Result:
 
 
 def missing_arguments(call: AttentionCall) -> tuple[str, ...]:
-    """Return the reasons that come from the signature of `jax.nn.dot_product_attention`."""
+    """Return why `jax.nn.dot_product_attention` cannot serve a call, by XLA or by cuDNN."""
     recipe = call.recipe
     sizes = f"head_dim is {call.head_dim}, v_dim {call.v_dim}"
     reasons = {

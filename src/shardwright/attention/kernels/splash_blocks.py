@@ -163,7 +163,7 @@ _attend = differentiable(_values, _backward_pass)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Local:
-    """Local operands in the form that kernels take: ordered by head, padded to whole blocks."""
+    """Local operands as the kernels read them: ordered by head, padded to whole blocks."""
 
     plan: Plan
     rows: Rows
@@ -216,8 +216,9 @@ class _Local:
     def table(self, *, keys_outside: bool) -> jax.Array:
         """Return the blocks to visit, `[batch or 1, outer blocks, visits]`.
 
-        An entry is `KINDS` times the number of a block, plus its kind. The remaining entries repeat
-        the last block with the kind EMPTY, so nothing is read for them.
+        Outer blocks are of keys if `keys_outside`, else of queries. An entry is `KINDS` times the
+        number of the block to visit, plus the kind of that block. The remaining entries repeat the
+        last block with the kind EMPTY, so nothing is read for them.
         """
         kinds = _kinds(self.plan, self.rows)
         kinds = jnp.swapaxes(kinds, 1, 2) if keys_outside else kinds
@@ -261,7 +262,8 @@ def _ranges(first: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray
 def _rows(operands: Operands, q_rows: int, kv_rows: int) -> Rows:
     kv_positions = operands.kv_positions
     if operands.lengths is not None:
-        # Give keys past the length of their sequence position -1, so the kernels need no lengths.
+        # Set the positions of keys past the length of their sequence to -1. Then the kernels need
+        # no lengths.
         kv_positions = jnp.where(kv_positions < operands.lengths[:, None], kv_positions, -1)
     padded = (
         _pad(operands.q_positions, 1, q_rows, "edge"),

@@ -6,7 +6,7 @@ scaled, so the scale is never rounded to bfloat16. Masks compare positions and s
 `splash_blocks` gives these kernels the interface of `blockwise` and computes the table of blocks to
 visit.
 
-Operands are ordered by head here: `[batch, heads, length, dim]`. Rows of integers and floats are
+Operands are ordered by head here: `[batch, heads, length, dim]`. Positions and segment ids are
 `[batch or 1, 1, length]`. This module imports Pallas, so implementations import it late.
 """
 
@@ -256,7 +256,7 @@ def run_keys(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Call:
-    """A kernel with its grid, its blocks and its memory."""
+    """A kernel with its grid, the blocks that it reads and writes, and its scratch memory."""
 
     body: Callable[..., None]
     grid: tuple[int, ...]
@@ -332,7 +332,7 @@ class _Specs:
         )
 
     def ints(self, side: str) -> Any:
-        """The spec of a row of integers."""
+        """The spec of positions or segment ids."""
         block = self.plan.q_block if side == "q" else self.plan.kv_block
 
         def index(*at: Any) -> Any:

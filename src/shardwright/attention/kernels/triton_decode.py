@@ -30,8 +30,8 @@ from shardwright.attention.parts.shards import (
 from shardwright.manager import context
 from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
-# The largest number of queries of one kv head in a program, the smallest number of rows that a
-# matrix unit multiplies, and the rows of keys that a program reads at a time.
+# The largest number of queries of one kv head in a Triton program, the smallest number of rows that
+# a matrix unit multiplies, and the number of keys that a program reads at a time.
 _MOST_QUERIES, _LEAST_ROWS, _BLOCK = 64, 16, 128
 # Number of programs: two for each of the more than 100 multiprocessors of a GPU. On an H200, 512
 # programs took 1.02 to 1.15 times as long, for 1 to 64 sequences of 2,048 to 32,768 rows.
@@ -108,8 +108,8 @@ def forward(
 ) -> Running:
     """Return the running state of queries after keys in pages.
 
-    Row j of sequence b is row `j % page_size` of page `pages[b, j // page_size]`. Keys that are not
-    paged are one page per sequence.
+    Key j of sequence b is row `j % page_size` of page `pages[b, j // page_size]`. Keys that are not
+    paged are passed as one page per sequence.
 
     Args:
       operands: Local arrays. k, v and their scales are `[pages, page_size, kv_heads, ...]`, and
@@ -194,7 +194,7 @@ def forward(
 
 
 def _head_of_pages(paged: jax.Array) -> Any:
-    """Return the block spec of a program, which may read one kv head of all pages."""
+    """Return the block spec that lets a program read one kv head of all pages."""
     from jax.experimental import pallas as pl
 
     return pl.BlockSpec(
@@ -261,7 +261,7 @@ def _kernel(
     q = _load(ref["q"], jnp.arange(queries) < queries, head_dim)
     q_positions = ref["q_positions"][...]
     first, end = ref["blocks"][0], ref["blocks"][1]
-    # Each program takes an equal part of the keys of the sequence, not of the capacity.
+    # Each program takes an equal part of the visible blocks of the sequence, not of its capacity.
     count = (end - first + splits - 1) // splits
     start = first + pl.program_id(2) * count
 
@@ -283,7 +283,8 @@ def _kernel(
         p = jnp.where(seen, jnp.exp(scores - top[:, None]), 0.0)
         shrink = jnp.exp(m - top)
         weights, held = p, positions >= 0
-        # A row without a key may hold NaN from an earlier sequence.
+        # A row without a key may hold NaN from an earlier sequence, so replace its scale and its
+        # value by 0.
         if "v_scale" in ref:
             scale = triton.load(ref["v_scale"].at[page, rows], mask=here, other=0.0)
             weights *= jnp.where(held, scale, 0.0)[None, :]

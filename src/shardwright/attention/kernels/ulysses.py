@@ -1,4 +1,4 @@
-"""Ulysses: all-to-alls trade shards of the sequence for shards of the heads (Jacobs et al. 2023).
+"""Ulysses: all-to-alls turn shards of the sequence into shards of the heads (Jacobs et al. 2023).
 
 There are four all-to-alls forward (q, k, v and the output) and four backward. In between, each rank
 has whole sequences of its heads, so any mask works. The query heads must divide over the ranks. kv

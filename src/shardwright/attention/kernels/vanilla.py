@@ -1,6 +1,6 @@
 """Attention by its definition, in float32, with all logits at once.
 
-Memory is quadratic in length. On Auto meshes it runs under any sharding.
+Memory is quadratic in length. On Auto mesh axes, this implementation runs under any sharding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: XLA's partitioner ignores Explicit axes of its mesh."""
+    """Return why a call cannot be served: the partitioner does nothing over Explicit mesh axes."""
     if call.mesh is None:
         return ()
     types = dict(zip(call.mesh.axis_names, call.mesh.axis_types, strict=True))

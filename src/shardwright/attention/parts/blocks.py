@@ -19,8 +19,8 @@ from shardwright.attention.call import Arithmetic, DimOrder, Operands, dims_alon
 from shardwright.attention.masks import block_is_empty
 from shardwright.attention.parts import online_softmax
 
-# By default, a TPU stores a dim as the minor one only if its size is a multiple of the lanes. It
-# stores a dim as the second minor one only if its bytes fill whole sublanes.
+# By default, a TPU stores a dim as the minor dim only if its size is a multiple of the 128 lanes,
+# and as the second minor dim only if its bytes fill whole sublanes.
 _LANES, _SUBLANE_BYTES = 128, 4
 _Q_DIM, _KV_DIM = dims_along("q_length"), dims_along("kv_length")
 
@@ -80,12 +80,12 @@ def is_empty(block: Operands, recipe: Arithmetic) -> jax.Array:
 
 
 def pad_queries(operands: Operands, grid: Grid) -> Operands:
-    """Return the operands with whole blocks of queries."""
+    """Return the operands with the queries padded to whole blocks."""
     return _pad_side(operands, _Q_DIM, grid.q_length, grid.q_count * grid.q_block)
 
 
 def pad_keys(operands: Operands, grid: Grid) -> Operands:
-    """Return the operands with whole blocks of keys; new keys are at position -1."""
+    """Return the operands with the keys padded to whole blocks. Padding is at position -1."""
     return _pad_side(operands, _KV_DIM, grid.kv_length, grid.kv_count * grid.kv_block)
 
 
@@ -100,8 +100,8 @@ def _pad_side(operands: Operands, dims: dict[str, int], length: int, size: int) 
         if name == "kv_positions":
             padded[name] = pad_dim(array, dim, size, -1)
         else:
-            # Padding repeats the last position or segment id, so it does not widen the range of its
-            # block, which `is_empty` compares.
+            # Pad positions and segment ids with their last value. So padding does not widen the
+            # range of values in the last block, which `is_empty` compares.
             padded[name] = pad_dim(array, dim, size, "edge" if array.dtype == jnp.int32 else 0)
     return operands.replace(**padded)
 
@@ -128,7 +128,7 @@ def pad_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def slice_dim(array: jax.Array, dim: int, start: Any, size: int) -> jax.Array:
-    """Return `size` rows along a dim; the array itself if it has no more rows."""
+    """Return `size` rows along a dim. Return the array itself if it has at most `size` rows."""
     if array.shape[dim] <= size:
         return array
     return jax.lax.dynamic_slice_in_dim(array, start, size, dim)

@@ -1,4 +1,4 @@
-"""Give a kernel a backward pass of its own, or none.
+"""Give a kernel a backward pass of its own, or refuse to differentiate it.
 
 Kernels in blocks need a backward pass that is written by hand: JAX's transpose of a loop keeps the
 weights of every block.
@@ -14,8 +14,8 @@ import jax
 from shardwright.errors import AttentionError
 
 ValuesFunction = Callable[[Any, dict[str, Any], Any], Any]
-# `(static, residuals, cotangents of the results) -> cotangents of the floats by name`, with None
-# for an absent float. The residuals are the operands and results.
+# `(static, residuals, cotangents of the results) -> cotangents of the floats by name`. An absent
+# float has the cotangent None. The residuals are the operands and the results.
 Backward = Callable[[Any, Any, Any], dict[str, Any]]
 
 

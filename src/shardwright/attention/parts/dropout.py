@@ -1,8 +1,8 @@
-"""Dropout by a hash: the seed and a weight's global position decide whether it is dropped.
+"""Dropout by a hash: the seed and the global position of a weight decide whether it is dropped.
 
-The batch row, the head, the positions and the segment enter the hash. The mask is therefore the
-same on every mesh, under every permutation of the sequence and in every kernel. A backward pass
-computes it again and does not store it.
+The batch row, the head, the positions and the segment enter the hash. The dropped weights are
+therefore the same on every mesh, under every permutation of the sequence and in every kernel. A
+backward pass computes the hash again, so no dropout mask is stored.
 """
 
 from __future__ import annotations

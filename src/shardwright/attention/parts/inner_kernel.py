@@ -61,7 +61,7 @@ def inner_kernel(
 def blocks_of(
     inner: Inner, call: AttentionCall, *, first_rows: tuple[int, ...] | None = None
 ) -> Any:
-    """Return `forward`, `backward`, `finish` and `attend` of an inner kernel. Hashable.
+    """Return a hashable value: the `forward`, `backward`, `finish` and `attend` of an inner kernel.
 
     Args:
       inner: "splash" or "blockwise".
@@ -93,9 +93,9 @@ def recipe_of(inner: Inner, shard: Operands, call: AttentionCall) -> Arithmetic:
 
 
 def attend_whole(inner: Inner, call: AttentionCall) -> Callable[..., Any]:
-    """Return a function like `blockwise.attend`. It gets whole local sequences and a recipe.
+    """Return a function like `blockwise.attend`, of whole local sequences and a recipe.
 
-    cuDNN returns None for the logsumexp.
+    With cuDNN, the function returns None as the logsumexp.
     """
     if inner.name == "cudnn":
         # cuDNN reads the recipe from `call`, and not from the argument.
@@ -115,7 +115,7 @@ def first_rows(call: AttentionCall, *, shards: int = 1) -> tuple[int, ...] | Non
 def run_inner(
     inner: Inner, kernel: Callable[..., Result], operands: Operands, call: AttentionCall
 ) -> Result:
-    """Return `kernel(shard, call=call, inner=inner)` of all shards as global arrays."""
-    # JAX cannot differentiate splash and cuDNN, so they run as opaque kernels.
+    """Run `kernel(shard, call=call, inner=inner)` on every shard. Return global arrays."""
+    # JAX cannot look into splash and cuDNN, so they run as opaque kernels.
     run = shards.run_on_shards if inner.name == "blockwise" else shards.run_opaque
     return run(functools.partial(kernel, call=call, inner=inner), operands, call)

@@ -7,7 +7,8 @@ For each piece of keys (Rabe and Staats 2021; Dao et al. 2022):
 - `l = l exp(m - m') + sum p`
 - `o = o exp(m - m') + p v`
 
-`m` starts finite. A row without keys therefore stays at `l = 0`, `o = 0`, and never divides 0 by 0.
+`m` starts at a finite number, so `m - m'` is never `-inf - -inf`, which is NaN. A row without keys
+therefore keeps `l = 0` and `o = 0`, and `finish` returns 0 for it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def update(
       seen: The mask, broadcastable to the logits.
       v: `[batch, kv_length, kv_heads, v_dim]`.
       v_scale: `[batch, kv_length, kv_heads]`, or None. A value is `v * v_scale`.
-      keep: Factors of the weights under dropout, in the logits' shape; or None.
+      keep: Dropout factors of the weights, in the logits' shape; or None.
     """
     top = jnp.maximum(
         state.m,
@@ -173,10 +174,10 @@ def without_remains(operands: Operands, recipe: Arithmetic) -> Operands:
 
 
 def visible(operands: Operands, rules: MaskRules) -> tuple[jax.Array, jax.Array | None]:
-    """Return which pairs attend, and the bias to add.
+    """Return which pairs of query and key attend, and the bias to add.
 
-    Every kernel that takes a bias calls this, so a bias hides the same pairs in all of them. The
-    bias is 0 for a hidden pair, so that no hidden value reaches a gradient.
+    Every kernel that takes a bias calls this function, so a bias hides the same pairs in all
+    kernels. The returned bias is 0 for a hidden pair, so that no hidden value reaches a gradient.
 
     Args:
       operands: Local arrays, or a block of them.
@@ -229,7 +230,8 @@ def logits_of(
 def scores_of(q: jax.Array, k: jax.Array) -> jax.Array:
     """Return q · k by head.
 
-    q and k are queries and keys (the result is the scores), or cotangents and values.
+    Called with queries and keys, it returns the scores. Called with the output's cotangent and the
+    values, it returns the cotangent of the weights.
 
     Args:
       q: `[batch, q_length, heads, head_dim]`.
@@ -247,7 +249,7 @@ def scores_of(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def weighted_sum(p: jax.Array, v: jax.Array, *, v_scale: jax.Array | None = None) -> jax.Array:
-    """Return the sum of values `v * v_scale` with weights p, `[batch, heads, q_length, v_dim]`.
+    """Return the sum of `v * v_scale`, weighted by p: `[batch, heads, q_length, v_dim]`.
 
     Args:
       p: `[batch, heads, q_length, kv_length]`.
@@ -296,7 +298,7 @@ def keys_of(ds: jax.Array, q: jax.Array, kv_heads: int) -> jax.Array:
 def _by_kv_head(p: jax.Array, k: jax.Array) -> jax.Array:
     batch, heads, q_length, kv_length = p.shape
     # Weights are rounded to the dtype of the values, as in FlashAttention: an accelerator
-    # multiplies two bfloat16 faster than bfloat16 and float32. The sum stays float32.
+    # multiplies two bfloat16 numbers faster than bfloat16 by float32. The sum stays float32.
     return p.astype(k.dtype).reshape(batch, k.shape[2], heads // k.shape[2], q_length, kv_length)
 
 
@@ -310,7 +312,7 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def full_precision(dtype: str) -> Any:
-    """Return a context with the precision of a dtype, for code that sets no precision itself."""
+    """Return a context that sets the precision of matmuls, for code that does not set it itself."""
     if dtype == "float32":
         return jax.default_matmul_precision("highest")
     return contextlib.nullcontext()
@@ -325,8 +327,8 @@ def _einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     if a.dtype == jnp.float32 and b.dtype == jnp.float32:
         out: jax.Array = einsum(a, b)
         return out
-    # XLA for CPUs widens bfloat16 operands itself, but not in every layout: "Unsupported element
-    # type for DotThunk: BF16 x BF16 = F32". So widen them here on CPUs.
+    # XLA for CPUs widens bfloat16 operands itself, but in some layouts it fails: "Unsupported
+    # element type for DotThunk: BF16 x BF16 = F32". So on CPUs, widen the operands here.
     wide: jax.Array = jax.lax.platform_dependent(
         a,
         b,

@@ -1,6 +1,7 @@
 """Common parts of the implementations that shard the keys' length.
 
-They gather positions and segment ids, pack k and v into one array, and choose sizes of blocks.
+These functions gather positions and segment ids, pack k and v into one array, and choose sizes of
+blocks.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def keys_at(operands: Operands, start: Any, *, k: jax.Array, v: jax.Array) -> Op
 
 
 def pack(k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-    """Return k and v as one array to send, stacked or concatenated, if their dtypes are equal."""
+    """Return the arrays to send for k and v: one if their dtypes are equal, else two."""
     if k.dtype != v.dtype:
         return k, v
     return (jnp.stack([k, v]) if k.shape == v.shape else jnp.concatenate([k, v], axis=-1),)
@@ -94,8 +95,8 @@ def blocks(recipe: Arithmetic, shard: Operands, call: AttentionCall) -> Arithmet
     )
     rows = 4 * shard.q.shape[0] * shard.q.shape[2]
     while rows * q_block * kv_block > limit and max(q_block, kv_block) > _SMALL:
-        # Halve the larger side: of all blocks with as many logits, a square one reads the fewest
-        # rows.
+        # Halve the larger side: of all blocks with the same number of logits, a square block reads
+        # the fewest rows.
         if q_block > kv_block:
             q_block = -(-q_block // 2)
         else:
@@ -109,7 +110,7 @@ def within_halves(recipe: Arithmetic, shard: Operands, call: AttentionCall) -> A
     """Return a recipe whose blocks do not cross the middle of a shard, if positions are arrays.
 
     In zigzag order the positions of the two halves are far apart, and a block with rows of both
-    could never be skipped.
+    halves could never be skipped.
     """
     if call.q_offset is not None or not recipe.mask.positional:
         return recipe
@@ -126,7 +127,7 @@ def _within_half(block: int, length: int) -> int:
 
 
 def add_columns(whole: jax.Array | None, part: jax.Array | None, start: Any) -> jax.Array | None:
-    """Return the gradient of a bias with the part of the keys from row `start` added."""
+    """Return the gradient of a bias, after adding `part` to the columns from `start` on."""
     if whole is None or part is None:
         return None
     if whole.shape == part.shape:
@@ -146,8 +147,8 @@ def cotangents(floats: dict[str, Any], **grads: jax.Array | None) -> dict[str, A
 def sent_again(operands: Operands, do: jax.Array) -> tuple[Operands, jax.Array]:
     """Return the operands and the output's cotangent behind an optimization barrier.
 
-    The backward pass sends the same keys again. Without the barrier XLA would merge the two sends,
-    and every layer would hold the keys of other ranks until its backward pass.
+    The backward pass sends the keys again. Without the barrier, XLA would merge this send with that
+    of the forward pass, and every layer would hold the keys of other ranks until its backward pass.
     """
     k, v, do = jax.lax.optimization_barrier((operands.k, operands.v, do))
     return operands.replace(k=k, v=v), do

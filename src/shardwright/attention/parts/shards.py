@@ -1,7 +1,7 @@
-"""Run a kernel on the shards of a call: one `shard_map` per direction, for every implementation.
+"""Run a kernel on the shards of a call: one `shard_map` forward, and another one backward.
 
 JAX can differentiate a `shard_map`, but not in every program. Inside another `shard_map`, as in
-gradient accumulation, the residuals between the two directions get shardings that XLA refuses. In a
+gradient accumulation, the residuals between the two passes get shardings that XLA refuses. In a
 `lax.scan` over layers, JAX 0.10 moves computations that depend on no array of the layer, such as
 masks, out of the loop. This splits the forward pass, and stores the masks of all blocks. So the
 `custom_vjp` in this module is outside of the `shard_map`, and its forward pass is one
@@ -48,8 +48,8 @@ class _ShardedKernel:
       kernel: Function of local operands.
       call: The call.
       floats: The specs of the operands that have gradients, by name.
-      others: The specs of the other arguments: operands without floats, and the numbers of the
-        heads.
+      others: The specs of the other arguments: the operands without gradients, and the numbers of
+        the heads.
       opaque: Whether JAX cannot look into the kernel.
     """
 
@@ -74,14 +74,14 @@ class _ShardedKernel:
     def runs_again(self) -> bool:
         """Whether the backward pass runs the kernel again instead of reading residuals.
 
-        It does if mesh axes replicate the output, as in `flash_decode`. There, shards share
-        residuals, but the second `shard_map` would get these residuals as if each shard had its
-        own.
+        It runs the kernel again if the output is replicated over some mesh axes of the call, as in
+        `flash_decode`. In that case, shards share residuals, but the second `shard_map` would get
+        them as if each shard had its own.
         """
         return not self.opaque and bool(set(self.axes) - _names(self.call.specs.output))
 
     def shared_over(self, name: str) -> tuple[str, ...]:
-        """Return the mesh axes over which a gradient is summed; () if JAX sums it."""
+        """Return the mesh axes over which `_sum` sums a gradient; () if JAX sums it itself."""
         if self.runs_again:
             return ()
         own = _names(self.floats[name])
@@ -123,7 +123,7 @@ class _ShardedKernel:
 def run_on_shards(
     kernel: Kernel, operands: Operands, call: AttentionCall, *, opaque: bool = False
 ) -> Result:
-    """Return `kernel(shards)` as global arrays; `kernel(operands)` without a mesh.
+    """Run a kernel on every shard, and return global arrays. Without a mesh, run it on `operands`.
 
     The kernel's k and v, and their scales, hold the kv heads that its query heads read, so local
     query head h reads local kv head `h * kv_heads // heads`. (With the grouping FACTOR, this holds
@@ -179,8 +179,8 @@ def inside_shard_map(call: AttentionCall) -> tuple[str, ...]:
     """Return the reason to refuse an opaque kernel inside a `shard_map` over all mesh axes.
 
     If that `shard_map` tracks varying mesh axes, it cannot track them through the kernel. If the
-    `shard_map` leaves out a mesh axis, nothing is refused: `run_opaque` calls another `shard_map`
-    over this axis, which tracks no axes.
+    `shard_map` leaves out a mesh axis, nothing is refused: over that mesh axis, `run_opaque` calls
+    another `shard_map`, which does not track varying mesh axes.
     """
     ambient = _jax.ambient_mesh()
     if ambient is None or not ambient.manual_axes or not _jax.tracks_varying():
@@ -301,7 +301,7 @@ def _pull_back(job: _ShardedKernel, floats: dict[str, Any], others: Any) -> tupl
 def _sum(job: _ShardedKernel, name: str, grad: jax.Array, dtype: Any) -> jax.Array:
     """Return a gradient in its operand's dtype, summed over the shards that share the operand."""
     if over := job.shared_over(name):
-        # Round explicitly. XLA for TPUs turns a float32 sum with a cast into a sum in bfloat16.
+        # Round explicitly: if a cast followed the float32 sum, XLA for TPUs would sum in bfloat16.
         grad = rounded(jax.lax.psum(grad, over), dtype)
     return grad.astype(dtype)
 
@@ -320,8 +320,8 @@ def head_specs(call: AttentionCall) -> tuple[Any, Any]:
     return call.specs.spec("heads"), call.specs.spec("kv_heads")
 
 
-# If this is the only reason why a named kernel refuses a call, `choose` takes the kernel that a
-# plan counts.
+# If a named implementation refuses a call only for this reason, `choose` takes the implementation
+# that a plan counts instead.
 IN_A_PLAN: Final = "a plan cannot see into it, and counts another implementation"
 
 
@@ -349,8 +349,8 @@ def first_of_all(head_index: jax.Array, shards: int) -> jax.Array:
 
     Args:
       head_index: Global numbers of the local query heads.
-      shards: Number of shards in the group. They differ only along the last of the mesh axes that
-        shard the heads.
+      shards: Number of shards in the group. Their heads are adjacent: the shards differ only along
+        the last of the mesh axes that shard the heads.
     """
     count = head_index.shape[0] * shards
     return head_index[0] // count * count
@@ -371,8 +371,8 @@ def pick_kv_heads(
     if specs.grouping is KVHeads.SAME:
         return shard
     if specs.grouping is KVHeads.FACTOR:
-        # These mesh axes shard the heads of q, but the length of k. So each shard of keys serves
-        # the query heads of all these shards.
+        # Some mesh axes shard both the heads of q and the length of k. So a shard of keys serves
+        # the query heads of all shards over these mesh axes.
         shards = call.shards(tuple([axis for axis in specs.heads if axis in specs.kv_length]))
         numbers = jnp.arange(head_index.shape[0] * shards, dtype=jnp.int32)
         head_index = first_of_all(head_index, shards) + numbers

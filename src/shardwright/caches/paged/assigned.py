@@ -56,7 +56,7 @@ class AssignedPages(KVCache):
         )
 
     def row_view(self) -> View:
-        """Return a copy of the pages, with the rows of each sequence next to each other."""
+        """Return a copy of the pages in which the rows of each sequence are adjacent."""
         return pool.read_rows(self.view(), self._sharding)
 
     def _append(self, k: jax.Array, v: jax.Array, valid: jax.Array | None) -> Change[Self]:
@@ -97,8 +97,8 @@ class AssignedPages(KVCache):
         pages = jnp.where(positions < 0, count, pages)
         return jnp.where(accepted, after, length), refused, positions, pages
 
-    # The caller assigns the pages, so the caller does the operations below, and this cache refuses
-    # them.
+    # The caller assigns the pages, so only the caller can do the operations below. This cache
+    # refuses them.
 
     def _insert(self, source: KVCache, slots: jax.Array) -> Change[Self]:
         _raise_assigned("insert")

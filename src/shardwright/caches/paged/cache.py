@@ -73,11 +73,11 @@ class PagedCache(KVCache):
         )
 
     def row_view(self) -> View:
-        """Return a copy of the pages, with the rows of each sequence next to each other."""
+        """Return a copy of the pages in which the rows of each sequence are adjacent."""
         return pool.read_rows(self.view(), self._sharding)
 
     def only(self, slots: jax.Array) -> Self:
-        """Return a cache of some slots, to read from. The new cache has the same pages.
+        """Return a cache of some slots, which is only to be read: it has the same pages.
 
         Args:
           slots: `[n]` int32. A number past the last slot gives an empty slot.
@@ -188,7 +188,7 @@ def make(spec: CacheSpec, *, page_size: int = 16, pages: int | None = None) -> P
       pages: Size of the pool. Defaults to what all slots need at their capacity.
 
     Raises:
-      CacheError: Invalid sizes, or a spec that a paged cache does not support.
+      CacheError: Sizes are invalid, or a paged cache does not support the spec.
     """
     page_size = read_integer("page_size", page_size, error=CacheError)
     if pages is not None:

@@ -1,7 +1,7 @@
 """Choose free pages for the next tokens of slots.
 
 `references[page]` counts the table entries in use that name a page. A page with count 0 is free.
-Page numbers are small integers that every shard has, and every shard computes the same result.
+Every shard has all of these integers, and every shard computes the same result.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class PageClaim:
       pages: `[batch, most]` int32, the new pages of each slot in the order of its tokens, then "no
         page".
       columns: `[batch, most]` int32, the table column of each new page.
-      shared: `[batch]` int32, the page to copy into the first new page, because other slots use it
-        too. "No page" for a slot that needs no copy.
+      shared: `[batch]` int32, the page to copy into the first new page of the slot, because other
+        slots use it too. "No page" for a slot that needs no copy.
     """
 
     served: jax.Array
@@ -38,7 +38,7 @@ TokenCount = TypeVar("TokenCount", int, jax.Array)
 
 
 def count_pages(tokens: TokenCount, page_size: int) -> TokenCount:
-    """Return how many pages tokens fill, including a last page that is only partly filled."""
+    """Return how many pages a number of tokens needs. The last page may be only partly filled."""
     return (tokens + page_size - 1) // page_size
 
 
@@ -53,9 +53,9 @@ def claim_pages(
 ) -> PageClaim:
     """Choose pages for the next tokens of slots: free pages in order, for one slot after the other.
 
-    A slot that cannot get all the pages it needs gets none, and the next slot may get the pages
-    that are free. A partly filled page that other slots use too is not written to: the slot gets
-    another page, a copy. The last slot that still uses the page needs no copy.
+    If a slot cannot get all the pages that it needs, it gets none, and the next slot may get the
+    free pages. A slot does not write to a partly filled page that other slots use too: its first
+    new page becomes a copy of that page. The last slot that still uses a page needs no copy.
 
     Args:
       references: `[pages]` int32.
@@ -75,9 +75,9 @@ def claim_pages(
     )
 
     def needs(asking: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return numbers of new pages, their first columns, and which slots need a copy.
+        """Return how many new pages each slot needs, their first column, and who needs a copy.
 
-        Only slots in `asking` get new pages.
+        Only slots in `asking` need new pages.
         """
         earlier_copies = jnp.sum(before & asking[None, :], axis=1, dtype=jnp.int32)
         copies = asking & (holders - earlier_copies > 1)
@@ -91,10 +91,11 @@ def claim_pages(
         return jnp.sum(needs(asking)[0]) > free
 
     def refuse(asking: jax.Array) -> jax.Array:
-        # All slots before the first slot that lacks pages are served. Refuse this first slot, and
-        # each later slot that needs more pages than are left for the first slot. Later slots have
-        # fewer pages left, and a refusal never lowers the number that another slot needs. (A slot
-        # needs one page more if an earlier slot no longer copies the page that both share.)
+        # Slot `at` is the first slot that lacks pages; all slots before it are served. Refuse slot
+        # `at`, and each later slot that needs more pages than are left for slot `at`: a later slot
+        # has at most as many pages left. A refusal never lowers the number of pages that another
+        # slot needs. (It may add one: a slot needs a copy if an earlier slot that shares its last
+        # page no longer copies that page.)
         need = needs(asking)[0]
         left = free - (jnp.cumsum(need) - need)
         at = jnp.argmax(need > left)

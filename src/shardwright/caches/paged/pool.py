@@ -1,7 +1,7 @@
 """Copy pages before a write to a shared page, and read the pages of sequences as rows.
 
-In place of a page number, the number of pages means "no page". It cannot be a negative number,
-because JAX counts negative indices from the end.
+"No page" is written as a page number that is out of range: the number of pages of the pool. It is
+not a negative number, because JAX counts negative indices from the end.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def copy_pages(buffers: PlacedArrays, sources: jax.Array, targets: jax.Array) ->
 
 
 def read_rows(view: View, sharding: CacheSharding) -> View:
-    """Return a copy of the pages of a view, with the rows of each sequence next to each other.
+    """Return a copy of the pages of a view in which the rows of each sequence are adjacent.
 
     Args:
       view: The view of a paged cache.

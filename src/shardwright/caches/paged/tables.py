@@ -38,7 +38,7 @@ class Ownership:
         return used_entries(self.tables, jnp.zeros_like(end), end, pages=self.pages)
 
     def at(self, columns: jax.Array) -> jax.Array:
-        """Return `[batch, n]`: the pages in table columns, clipped to columns that exist."""
+        """Return `[batch, n]`: the pages in columns of the tables. Column numbers are clipped."""
         return jnp.take_along_axis(
             self.tables, jnp.clip(columns, 0, self.tables.shape[1] - 1), axis=1
         )
@@ -48,7 +48,7 @@ class Ownership:
 
         Row i of the claim belongs to `slots[i]`.
         """
-        # A slot that gets a copy of a shared page gives up its reference to that page.
+        # A slot that gets a copy of a shared page gives up its reference to the shared page.
         references = refer(refer(self.references, claim.pages, 1), claim.shared, -1)
         return dataclasses.replace(
             self,
@@ -111,7 +111,7 @@ def append(
     """
     counts = jnp.sum(is_token, axis=1, dtype=jnp.int32)
     over = owned.length + counts > capacity
-    # A chunk that starts inside a page can touch one page more than its length suggests.
+    # Tokens that start inside a page can touch one page more than tokens that start at a page.
     most = min(count_pages(is_token.shape[1] - 1, page_size) + 1, owned.tables.shape[1])
     claim = claims.claim_pages(
         owned.references,
@@ -255,7 +255,7 @@ def reorder(owned: Ownership, parents: jax.Array, *, group: int, page_size: int)
     own = jnp.arange(parents.shape[0], dtype=jnp.int32)
     outside = refusals.outside_group(parents, own, group=group)
     parents = jnp.where(outside, own, parents)
-    # Children reference the pages of their parents. The pages that slots used before lose one
+    # Each slot references the pages of its parent. Each page that a slot used before loses one
     # reference.
     after = dataclasses.replace(owned, length=owned.length[parents], tables=owned.tables[parents])
     references = refer(refer(owned.references, after.held(page_size), 1), owned.held(page_size), -1)
