@@ -81,8 +81,8 @@ def pipeline_problems(
     if schedule is None:
         if rule is not None and STAGES in rule.mesh_axes:
             what = f"layers are stored over {STAGES}, and no [pipeline] says how they run"
-            fix = 'write [pipeline] schedule = "gpipe" and microbatches = 8, schedule = "none" to '
-            fix += 'gather the layers before they run, or layers = "-"'
+            fix = 'write [pipeline] schedule = "gpipe" and microbatches = 8; schedule = "none" to '
+            fix += 'gather the layers before they run; or layers = "-"'
             yield problem_at((rule.ref.table, "layers"), origin, what, fix, rule=rule.ref)
         elif table.get("microbatches") is not None or table.get("repeats", 1) != 1:
             what = "[pipeline] has no schedule"
@@ -92,14 +92,14 @@ def pipeline_problems(
         return
     at = ("pipeline", "schedule")
     if rule is None or rule.candidates != ((STAGES,),) or rule.fallback:
-        what = f'schedule = "{schedule}" runs layers that are stored over {STAGES} alone'
+        what = f'schedule = "{schedule}" needs layers that are stored over {STAGES} only'
         fix = f'write layers = "{STAGES}" in [rules]'
         yield problem_at(at, origin, what, fix, rule="" if rule is None else rule.ref)
     if table.get("microbatches") is None:
         what, fix = "the number of microbatches is missing", "write microbatches = 8"
         yield problem_at(at, origin, what, fix)
     if schedule != "circular" and table.get("repeats", 1) != 1:
-        what = f"repeats = {table['repeats']}, and a stage of {schedule} has one chunk of layers"
+        what = f"repeats = {table['repeats']}, but a stage of {schedule} has one chunk of layers"
         fix = 'write schedule = "circular", or repeats = 1'
         yield problem_at(("pipeline", "repeats"), origin, what, fix)
     if policy.get("order") == "rules":
@@ -169,7 +169,7 @@ def _mesh_name_problems(
 def _fix_for_unknown(name: str, known: Sequence[str]) -> tuple[str, str]:
     """Return how to fix an unknown mesh axis, and the name that was meant ("" if none)."""
     if name.lower() in ("none", "null"):
-        return 'for replicated write "-"', ""
+        return 'to replicate the dim, write "-"', ""
     words = [word for word in re.split(r"\W+", name) if word]
     if len(words) > 1 and all(word in known for word in words):
         return f'mesh axes are joined by "+": did you mean "{"+".join(words)}"?', ""
