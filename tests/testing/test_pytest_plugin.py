@@ -394,7 +394,7 @@ def test_too_few_devices_has_a_fix(run: Run) -> None:
         "while tests were collected\n"
         "  fix   set virtual_devices = 8 for pytest (in pyproject.toml under "
         "[tool.pytest.ini_options]), or run "
-        "pytest --virtual-devices 8: both set the number before any of them is imported; or move "
+        "pytest --virtual-devices 8: both set the number before a module is imported; or move "
         "that use of JAX into a test or a fixture"
     ) in said(result)
     result = run({"conftest.py": "", "test_it.py": test}, ini="virtual_devices = 4")

@@ -77,7 +77,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 class _Once(argparse.Action):
-    """Store an option, and refuse it a second time.
+    """Store an option. Refuse an option that is given twice.
 
     A user who gives an option twice may want an overlay (`a | b`), or only one of the two values.
     The command cannot know which.

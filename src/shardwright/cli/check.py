@@ -56,12 +56,12 @@ from shardwright.vocabulary.axes import STANDARD_MESH_AXES, Role
 from shardwright.vocabulary.modes import MODE_TRAIN
 
 _EPILOG = f"""\
-Each strategy is checked on its own. --tensors also compares it with what a model uses and, with a
-mesh of known sizes, checks that every tensor fits.
+Each strategy is checked on its own. --tensors also compares it with the tensors of a model and, if
+the sizes of the mesh are known, checks that every tensor fits.
 
 file.py:function is a model. The axes of its parameters are compared with those that `shardwright
 infer` infers. --params names a function of the file that returns ArraySpecs or, with --axes,
-arrays. Without --params, the function returns programs, as for `shardwright plan`.
+arrays. Without --params, file.py:function must return programs, as for `shardwright plan`.
 
 examples:
   shardwright check mine.toml

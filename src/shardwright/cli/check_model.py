@@ -120,7 +120,7 @@ def _resolve(label: str, mode: str, program: Program, setting: Setting) -> Check
             traced = trace_program(manager, program)
     except StrategyError:  # the program cannot be read
         raise
-    except ShardingError as refused:  # the errors of attention
+    except ShardingError as refused:  # such as an error of attention
         problems += refused.problems
     else:
         for each in read_annotations(traced):

@@ -38,8 +38,8 @@ _GROWS = {r"\+[0-9][0-9,]*(?: \(.*\))?$": "red", r"-[0-9][0-9,]*(?: \(.*\))?$": 
 _EPILOG = f"""\
 Give two strategies, or one strategy and --mesh, --devices, --mode or --topology twice: first the
 left side, then the right. Bytes are exact and per device. The bytes of a weight are those of its
-stored shard. --model compares what a program holds and sends; --plan compares what `shardwright
-plan --json` wrote.
+stored shard. --model compares what a program holds and sends; --plan compares two files that
+`shardwright plan --json` wrote.
 
 examples:
   shardwright diff fsdp fsdp_tp --tensors model.toml --mesh dp:1,fsdp:2,tp:4
@@ -450,7 +450,7 @@ def _show(arguments: argparse.Namespace, pairs: Pairs, only: Mapping[str, list[s
             else:
                 lines += ["", f"mode {mode}", *text.split("\n")]
         for side, names in unpaired.items():
-            # In Markdown, an empty line makes this line a paragraph of its own.
+            # In Markdown, the empty line makes the line after it a paragraph of its own.
             lines += [""] * arguments.markdown + [f"only {side}: mode {', '.join(names)}"]
         print_lines(lines[1:], marks=GROWS)
     return 1 if arguments.exit_code and _changed(compared, unpaired) else 0
@@ -472,7 +472,7 @@ def _read_plans(name: str) -> dict[str, Any]:
     if isinstance(data, dict) and isinstance(data.get("modes"), dict) and data["modes"]:
         plans: dict[str, Any] = data["modes"]
     elif isinstance(data, dict) and "state" in data:
-        # The JSON of a single plan does not say its mode. With the name `any` for it, two such
+        # The JSON of a single plan does not name its mode. Call the mode `any`, so that two such
         # files have a mode in common.
         plans = {"any": data}
     else:

@@ -21,7 +21,7 @@ DEFECT: Final = 70
 
 
 class FoundError(Exception):
-    """A problem of an input that could be read."""
+    """An input could be read, but has a problem."""
 
     def __init__(self, error: ShardingError) -> None:
         super().__init__(str(error))

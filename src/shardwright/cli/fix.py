@@ -30,7 +30,7 @@ from shardwright.vocabulary.axes import canonical_axis
 if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
-# The text before a comment. A "#" inside of quotes does not start a comment.
+# Matches the text before a comment. A "#" inside of quotes does not start a comment.
 _CODE = re.compile(r"""(?:[^#"']|"(?:[^"\\]|\\.)*"|'[^']*')*""")
 
 
@@ -168,7 +168,7 @@ def fix_file(
         not fit.
       devices: Number of devices. If the mesh does not fit this number, one size of the mesh may be
         edited.
-      dry: Whether the file is only read.
+      dry: Whether to leave the file on disk as it is.
 
     Raises:
       StrategyError: No file is named, it cannot be read or written, or tomlkit is missing.

@@ -37,10 +37,11 @@ _IN_PYTHON = {
 }
 _EPILOG = f"""\
 FORMAT is maxtext, maxdiffusion or levanter (a YAML configuration), or rules (a YAML or JSON file
-with a list of pairs, alone or under logical_axis_rules). OVERRIDE is key=value of a configuration.
-The strategy has the same mesh and gives the same specs. Every rule has a comment with the file and
-line that it comes from. Each name becomes an axis of its own, unless --name or --vocabulary maps
-it. A key `replicated`, in the file or as an override, lists names that no rule mentions.
+with a list of pairs, alone or under logical_axis_rules). OVERRIDE is key=value, and replaces a
+value of a configuration. The strategy has the mesh of the file, and gives the same specs as the
+other library. Every rule has a comment with the file and line that it comes from. Each name becomes
+an axis of its own, unless --name or --vocabulary maps it. A key `replicated`, in the file or as an
+override, lists names that no rule mentions.
 
 examples:
   shardwright import maxtext base.yml ici_tensor_parallelism=4 -o strategy.toml

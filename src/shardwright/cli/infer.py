@@ -18,10 +18,10 @@ _SIZE = re.compile(r"([1-9][0-9]*|.+ dim [0-9]+)=([A-Za-z_][A-Za-z0-9_]*)")
 
 _EPILOG = f"""\
 MODEL is file.py:function, a function of parameters and arrays. It is traced once; nothing is
-computed. --params names a function of the same file, without arguments or of a PRNG key, that
-returns the parameters. Each --input gives the dtype, the shape and the axes of an array, in the
-order of the function's arguments: _ for a dim that is not sharded, ? for one of unknown axis.
-Open dims are dims whose axis the model does not show.
+computed. --params names a function of the same file that returns the parameters; it takes no
+argument, or a PRNG key. Each --input gives the dtype, the shape and the axes of an array, in the
+order of MODEL's arguments: _ for a dim that is not sharded, ? for a dim of unknown axis. An open
+dim is a dim of the parameters that no operation names.
 
 examples:
   shardwright infer model.py:forward --params init --input "int32[8,32] BATCH LENGTH"
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_size(text: str) -> tuple[int | str, str]:
-    """Return the size, or the place of a dim, and the axis of `7=CLASSES`.
+    """Return both sides of `7=CLASSES`: the size, or the place of a dim, and the axis.
 
     Raises:
       StrategyError: The text has another form.

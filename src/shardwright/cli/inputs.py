@@ -66,7 +66,7 @@ def read_axes(words: Sequence[str]) -> Any:
 def _layout(word: str) -> Any:
     match = _LAYOUT.fullmatch(word)
     if match is None or match[2] not in LAYOUTS:
-        # Axes are in one case, layouts in mixed case: `Columnwise` is a misspelled layout.
+        # Axes are in one case, and layouts are in mixed case: `Columnwise` is a misspelled layout.
         if word.isupper() or word.islower():
             return None
         hint = did_you_mean(match[2] if match else word, LAYOUTS)

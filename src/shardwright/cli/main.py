@@ -143,7 +143,7 @@ def _run(words: list[str]) -> int:
         )
         return USAGE
     command = _module(words[0])
-    # `parse_args` refuses positional words after an option, as in `explain BATCH --mesh tp:4
+    # `parse_args` would refuse a positional word after an option, as in `explain BATCH --mesh tp:4
     # EMBED`.
     arguments = command.parser().parse_intermixed_args(words[1:])
     return int(command.run(arguments))

@@ -219,8 +219,8 @@ def _run_tensors(arguments: argparse.Namespace, setting: Setting, topology: Topo
     layout = None if topology is None else lay_out(topology, setting.sizes)
     needed = state.of().per_device
     failures = limit_failures(arguments, {mode: state}, {mode: needed}, topology)
-    # Without activations, `needed` is a lower bound. So a program whose state does not fit never
-    # fits.
+    # `needed` leaves out activations, so it is a lower bound. If the state does not fit, no program
+    # with this state fits.
     if topology is not None and needed > topology.chip.hbm_bytes:
         why = too_large_state(state, topology, setting.combined, manager, count)
         failures.append(f"mode {mode_name(mode)} does not fit{why}")

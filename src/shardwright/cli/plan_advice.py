@@ -75,7 +75,7 @@ def _why(report: PlanReport, verification: Verification | None) -> str:
     # verdict.
     if verification is not None and report.verdict is not Verdict.DOES_NOT_FIT:
         needed = f"the compiled program needs {bytes_text(verification.most_bytes)} of {usable}"
-        return f": {needed}, though the plan has at most {bytes_text(report.memory.high)}"
+        return f": {needed}, though the plan says at most {bytes_text(report.memory.high)}"
     if verification is not None:
         needed = f"the compiled program needs {bytes_text(verification.most_bytes)} of {usable}"
         return f": {needed}, and {held} of it"
@@ -102,7 +102,7 @@ def _fixes(
         mesh = find_other_mesh(program, manager, topology)
     mesh = mesh or find_larger_mesh(program, manager, topology, held=state.total)
     if mesh is not None and report.verdict is not Verdict.DOES_NOT_FIT:
-        yield f"try {mesh}, and compile it with --verify, since the plan is too low here"
+        yield f"try {mesh}, and compile it with --verify: this plan is too low"
     elif mesh is not None and mesh.verdict is Verdict.FITS:
         yield f"use {mesh}, where the plan fits"
     elif mesh is not None:
@@ -115,7 +115,7 @@ def _fixes(
         below = report.memory.low - _LARGE * usable
         rules = find_smaller_rules(strategy, manager, report.state, needed, below=below)
         yield from [] if rules is None else [str(rules)]
-    # The values of the step take more than the state, so sharding the state further helps little.
+    # If the values of the step take more memory than the state, sharding the state helps little.
     if report.memory.low - state.per_device > state.per_device:
         smaller = "a smaller batch, or shorter prompts or caches"
         if manager.mode in (MODE_TRAIN, None):

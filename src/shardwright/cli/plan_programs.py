@@ -1,4 +1,4 @@
-"""`shardwright plan` of a Python file: plan, compile with --verify, check and print each mode."""
+"""`shardwright plan` of a Python file: plan, compile (with --verify), check and print each mode."""
 
 from __future__ import annotations
 

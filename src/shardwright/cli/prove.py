@@ -115,8 +115,8 @@ def _sides(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     """Return the model and the strategy of each side.
 
     Raises:
-      StrategyError: The arguments are not two functions with a strategy, or two strategies with a
-        function.
+      StrategyError: The arguments are neither two functions with a strategy, nor two strategies
+        with a function.
     """
     both = (arguments.a, arguments.b)
     models = [is_model(text) for text in both]

@@ -51,7 +51,7 @@ def read_module(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Put the folder of the file first, as Python does when it runs a file.
+    # Put the folder of the file first in `sys.path`, as Python does when it runs a file.
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[path.stem] = module  # where dataclasses look up the module of their class
     try:

@@ -70,7 +70,7 @@ def read_reference(
         capacity=float(options.get("capacity", 1)),
     )
     batch = options.get("batch", devices)
-    # 4,096 at most, because a model may state a length of a million.
+    # Plan at most 4,096 tokens by default, because a model may state a length of a million.
     length = options.get("length", min(sizes.longest, _LENGTH))
     try:
         by_mode = programs(sizes, batch=batch, length=length, **keywords)

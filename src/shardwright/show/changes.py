@@ -77,7 +77,7 @@ def _value_text(value: float | str | None, unit: str) -> str:
 
 
 def _share_text(change: QuantityChange) -> str:
-    """Return the change in percent, or as a factor if it is above 2.
+    """Return the change in percent, or as a factor if the factor is above 2.
 
     Returns:
       "" if a value is not a number, or if `before` is 0.

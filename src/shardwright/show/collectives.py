@@ -11,7 +11,7 @@ from shardwright.vocabulary.shown import WIDTH
 from shardwright.vocabulary.units import bytes_text
 
 _HEAD = ("times", "collective", "over", "dtype", "bytes", "all times", "where")
-_LONG = 40  # characters that are shown of an operation's name, counted from its end
+_LONG = 40  # number of characters shown of an operation's name; the start is left out
 
 
 def collectives_text(

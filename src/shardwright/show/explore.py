@@ -35,7 +35,7 @@ from shardwright.trees.tensors import whole_bytes
 from shardwright.vocabulary.axes import Role, axis_label
 from shardwright.vocabulary.modes import mode_name, parse_mode
 
-# A number that is a whole part of a path, such as 12 in `layers/12/mlp`.
+# A number that is a whole component of a path, such as 12 in `layers/12/mlp`.
 _NUMBER: Final = re.compile(r"(?<![^/])\d+(?![^/])")
 _INSIDE: Final = {Role.ACTIVATION: "activations", Role.USE: "weights in use"}
 

@@ -75,7 +75,7 @@ def unsure_lines(report: PlanReport) -> list[str]:
         fix = f"give [{chip.name}] a host_gbps in a file of --hardware"
         moved = bytes_text(report.host_bytes)
         untimed = [f"not timed: {moved} between device and host\n  fix   {fix}"]
-    # A set, because an unrolled model reaches the same line once for each layer.
+    # Use a set, because an unrolled model reaches the same line once for each layer.
     idle = {(item.source, "+".join(item.mesh_axes)) for item in walked.idle}
     return [
         *(
@@ -213,7 +213,7 @@ def event_lines(
     table = remarked_table([EVENT_HEAD, *map(event_row, shown)], width=width)
     if len(shown) < len(groups):
         table.append(f"and {len(groups) - len(shown)} more")
-    # If one collective may not run, the sum is an upper bound.
+    # If it is unknown whether a collective runs, the sum is an upper bound.
     most = "at most " if any(event.maybe for event in events) else ""
     return [*table, f"sent per device: {most}{bytes_text(sent_bytes(events))}"]
 
@@ -222,7 +222,8 @@ def grouped_events(events: Sequence[Event]) -> list[list[Event]]:
     """Return groups of collectives with equal kind, axes, bytes and line, most bytes sent first."""
     groups: dict[tuple[Any, ...], list[Event]] = {}
     for event in events:
-        # Collectives that may not run have separate rows, because "≤" applies to a whole row.
+        # If it is unknown whether a collective runs, its row has a "≤". So such collectives do not
+        # share a row with others.
         key = (
             *(event.kind, event.mesh_axes, event.axes, event.logical_bytes, event.source),
             event.maybe,

@@ -38,7 +38,7 @@ def row(decision: DimDecision) -> tuple[str, ...]:
 
 
 def mesh_axes_text(decision: DimDecision) -> str:
-    """Return the mesh axes of a dim as text: `-` is replicated, `?` unconstrained, `!` failed."""
+    """Return a dim's mesh axes as text: `-` if replicated, `?` if unconstrained, `!` if failed."""
     if decision.outcome is Outcome.FAILED:
         return "!"
     if decision.outcome is Outcome.UNCONSTRAINED:

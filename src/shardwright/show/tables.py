@@ -64,7 +64,7 @@ def remarked_table(
     *others, remarks = [max(map(len, column)) for column in _columns(rows)]
     room = width - len(indent) - sum(others) - _GAP * len(others)
     words = [word for row in rows for word in _joined(row[-1]).split()]
-    # Keep one table if the remarks fit whole, or wrap in a column that is still readable.
+    # Keep one table if the remarks need no line breaks, or if their column is wide enough to read.
     if room >= min(remarks, max(_PROSE, *map(len, words))):
         return table(rows, indent=indent, width=width, prose=len(others))
     widths = _fit(_columns([row[:-1] for row in rows]), width - len(indent), None, ())

@@ -64,7 +64,7 @@ class SplitDim:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ShardPicture:
-    """The devices that hold each block of an array. `print` shows text, and a notebook SVG.
+    """The devices that hold each block of an array. `print` shows text; a notebook shows an SVG.
 
     Attributes:
       title: Title of the picture.

@@ -103,7 +103,7 @@ def assert_max_replicated(
     copies.
 
     Args:
-      x: an array or a tree, or with `shardings` anything that has shapes and dtypes.
+      x: an array or a tree of arrays. With `shardings`, leaves need only a shape and a dtype.
       shardings: a tree of shardings. One entry may cover a whole subtree. Defaults to the
         shardings of the arrays.
       bytes: limit for the copies, in bytes over all devices. Full sharding would need no copies.
@@ -114,7 +114,7 @@ def assert_max_replicated(
       AssertionError: there are more copies. The message lists the arrays with most copies first.
       TypeError: `bytes` and `fraction` are both given, or neither is.
       ValueError: `fraction` is below 0 or above 1, or `bytes` is below 0.
-      StrategyError: a leaf has no sharding, there are no leaves, or none is placed on a mesh.
+      StrategyError: a leaf has no sharding, there are no leaves, or no leaf is placed on a mesh.
     """
     __tracebackhide__ = True
     if (bytes is None) == (fraction is None):

@@ -59,7 +59,7 @@ def assert_same_as_unsharded(
       f: the function. The function must use the ambient manager or mesh, not a manager or a mesh of
         its own.
       *args: sharded arrays, and trees of them.
-      manager: Defaults to the ambient one.
+      manager: Defaults to the ambient manager.
       mesh: the mesh to set, for functions without a manager. Defaults to the mesh of the arguments.
       grad: compare gradients too.
       reference: runs on one device instead of `f`, without a manager or a mesh. If `f` contains a
@@ -111,7 +111,7 @@ class _OneDevice:
     `scope` returns the context to enter, and `place` is the device or sharding of the arguments.
     """
 
-    # A function and not a context, because `jax.set_mesh` sets the mesh as soon as it is called.
+    # `scope` is a function, because `jax.set_mesh` sets the mesh as soon as it is called.
     scope: Callable[[], Any]
     place: Any
 

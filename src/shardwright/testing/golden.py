@@ -31,7 +31,7 @@ from shardwright.trees.paths import path_text
 _NAME = re.compile(r"[\w.,=+-]+")
 _BLANKS = re.compile(r"\s+")
 _CONTEXT = 2  # lines around a difference
-_LONGEST = 255 - len(".txt")  # bytes of a file name on every usual file system
+_LONGEST = 255 - len(".txt")  # longest name in bytes that all usual file systems allow
 
 
 class GoldenError(AssertionError):
@@ -232,7 +232,7 @@ def spec_table(tree: Any) -> str:
         rows = [row[:-1] for row in rows]
     # A column that is empty for every leaf is left out.
     kept = [at for at in range(len(rows[0])) if any(row[at] for row in rows[1:])]
-    # Wide enough for every table: golden text must not depend on where it is cut.
+    # The width is enough for every table, because golden text must not depend on line breaks.
     lines = table([tuple(row[at] for at in kept) for row in rows], width=10_000)
     head = [f"mesh {meshes[0]}", ""] if len(meshes) == 1 else []
     return "\n".join([*head, *lines]) + "\n"

@@ -43,7 +43,7 @@ class Wanted:
     """An array and its expected sharding.
 
     Attributes:
-      path: the path of the array; empty for a single one.
+      path: the path of the array in its tree; empty for a single array.
       value: anything with a shape and a dtype.
       sharding: the expected sharding.
       decisions: how its annotation resolved, one per dim; empty for literal specs and shardings.

@@ -109,7 +109,7 @@ def read_program(
     trips: int | None = None,
     own_types: bool = False,
 ) -> CompiledCollectives:
-    """Compile what can be compiled, and read its collectives.
+    """Compile a program, unless it is compiled already, and read its collectives.
 
     Args:
       program: a function, jitted or not, for `args`; the result of `lower` or `compile`; HLO text;
@@ -123,7 +123,8 @@ def read_program(
         them. This may compile the program a second time.
 
     Raises:
-      ProgramError: the program takes no arguments, cannot be read, or shards nothing.
+      ProgramError: the program cannot be read, shards nothing, or is lowered already and `args` are
+        given.
       MeshSpecError: the mesh is not known.
       MeshMismatchError: the arrays of the program are on another mesh.
     """
@@ -193,7 +194,7 @@ def _lowered(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
 
 
 def _may_hide_bfloat16(lowered: Any, compiled: Any, collectives: Sequence[Collective]) -> bool:
-    """Tell whether XLA for CPU may have dropped the conversions that show bfloat16 collectives."""
+    """Tell whether XLA for CPU may have dropped conversions by which bfloat16 is recognized."""
     if (
         # A collective that XLA widened has the `dtype` bf16 and the `wire_dtype` f32. If XLA
         # dropped the conversions, both are f32.

@@ -290,6 +290,6 @@ def _too_few(mesh: str, *, needed: int, have: int, requested: int | None, backen
         return f"{what}: {source}\n  fix   {more}"
     return (
         f"{what}: a module or a conftest.py used JAX while tests were collected\n"
-        f"  fix   {more}: both set the number before any of them is imported; or move that use of "
+        f"  fix   {more}: both set the number before a module is imported; or move that use of "
         f"JAX into a test or a fixture"
     )
