@@ -44,7 +44,7 @@ class Uses:
     """How matmuls use factors.
 
     Attributes:
-      made: Factors of the results of matmuls with weights, and slices of these factors.
+      made: Factors that a weight adds to the result of its matmul, and slices of these factors.
       summed: Factors that matmuls with weights sum over.
       stacked: Factors along which weights are stacked: batch dims of matmuls with weights.
       next: Origin of the result of a matmul -> the matmuls of activations that use this result.
@@ -77,7 +77,7 @@ def _uses(facts: Facts) -> Uses:
         for origin in set().union(*map(nearest_matmuls, matmul.operands)):
             following.setdefault(origin, []).append(matmul)
     made = set(with_slices(outputs_of(facts.projections), facts.slices))
-    # A concatenation of dims that weights make is also made by weights.
+    # If a part of a dim comes from a weight, the whole dim counts as made by weights.
     for dim_slice in facts.slices:
         if made.issuperset(finest(dim_slice.dim)):
             made.update(finest(dim_slice.whole))
@@ -182,7 +182,7 @@ def _heads(batch: Iterable[Atom], uses: Uses) -> tuple[list[Atom], bool]:
 
 
 def _with_shards(heads: list[Atom], shards: Iterable[tuple[AtomDim, AtomDim]]) -> list[Atom]:
-    """Inside a `shard_map`, return the heads, and before them the factor that counts shards."""
+    """Inside a `shard_map`, return the heads with the factor that counts their shards first."""
     for major, part in shards:
         extra = [atom for atom in finest(major) if not atom.name and atom not in heads]
         if heads and finest(part)[:1] == heads[:1]:

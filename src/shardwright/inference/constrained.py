@@ -102,12 +102,12 @@ def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
 
     The source of the model stays as it is. Each call traces `forward`, and passes these
     intermediates to `shard`: residual streams, heads, hidden dims of an MLP, and logits.
-    Intermediates with a guessed or an open dim get no constraint, and fused projections get none.
-    Values inside `while`, `cond`, `shard_map` and functions with custom derivatives get none
-    either.
+    An intermediate gets no constraint if a dim has no name or a guessed name. Fused projections get
+    none, and neither do values inside `while`, `cond`, `shard_map` and functions with custom
+    derivatives.
 
     Args:
-      forward: The function that was inferred.
+      forward: The function that was passed to `infer_axes`.
       inferred: What `infer_axes` returns for `forward`. The arrays of a call must have the ranks of
         the arrays that were passed to `infer_axes`.
 
@@ -140,10 +140,10 @@ def constrained(forward: Callable[..., Any], inferred: Inferred) -> Constrained:
 
 
 def _compare(program: Sequence[str], inferred: Sequence[str]) -> None:
-    """Refuse a program that has other operations than the inferred one.
+    """Refuse a program that has other operations than the program that inference traced.
 
-    The place of a constraint is the index of an equation. In another program, the equation of this
-    index makes another intermediate.
+    The place of a constraint is the index of an equation. In another program, the equation with
+    this index makes another intermediate.
     """
     pairs = enumerate(itertools.zip_longest(program, inferred, fillvalue="nothing"))
     for at, (here, there) in pairs:
@@ -172,7 +172,7 @@ def _positional(
 
 
 def _are_arrays(params: Any, leaves: int, inferred: Inferred) -> list[bool]:
-    """Tell for each leaf of parameters and inputs whether it is traced.
+    """Tell for each leaf of parameters and inputs whether it is an array. Only arrays are traced.
 
     The annotation of a leaf that is not an array is None, as `interop.equinox.infer` returns it.
     """

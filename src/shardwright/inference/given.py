@@ -107,7 +107,7 @@ class GivenSizes:
     by_place: Mapping[tuple[int, int], str]
 
     def name(self, names: Names, params: Sequence[AtomDims]) -> None:
-        """Name each factor of a dim that has no name, or whose name is a guess.
+        """Give the caller's names to factors of dims that have no name or only a guessed name.
 
         Raises:
           StrategyError: No dim of a parameter, and no factor of such a dim, has one of the sizes.
@@ -141,7 +141,7 @@ class GivenSizes:
         raise_problems(problems)
 
     def spell(self, leaf: int, row: Sequence[Spelled], shape: Sequence[int]) -> list[Spelled]:
-        """Replace each entry that is open or a guess by the axis that the caller gives.
+        """Replace each entry without a name, or with a guessed name, by the axis of the caller.
 
         A dim of several factors, such as heads times head dims, gets its axis here, and not in
         `name`: a name of its factors would name other dims too.

@@ -71,18 +71,18 @@ def infer_axes(
       seeds: The axes of each array of the inputs, such as `[(BATCH, LENGTH), None]`. None stands
         for an array, or for a dim, about which nothing is known. A dim that flattens several axes
         is `merged((BATCH, 8), (LENGTH, 32))`.
-      sizes: Size of a dim -> axis, from the model's config. It names the dims of parameters that
-        would otherwise be open or guesses. The key may also be a path as the result prints it, with
-        the number of a dim: `{"layers/*/gate dim 0": "HEAD"}`.
+      sizes: Size of a dim -> axis, from the model's config. It names the dims of parameters for
+        which inference has no name or only a guess. The key may also be a path as the result prints
+        it, with the number of a dim: `{"layers/*/gate dim 0": "HEAD"}`.
       own_axes: Axes of your own that `seeds` and `sizes` name, such as `strategy.axes`.
       kernels: Name of a kernel of Pallas or of the FFI -> a function of plain JAX with the same
-        operands and results, which inference reads instead. Without a function, the results of the
-        kernel have new dims, and `unknown` names the kernel.
-      strict: Raise an error for conflicts, open dims and guesses.
+        operands and results, which inference reads in place of the kernel. Without a function, the
+        results of the kernel have new dims, and `unknown` names the kernel.
+      strict: Raise an error for conflicts, for guesses, and for open dims, which have no name.
 
     Raises:
       StrategyError: There are not as many seeds as arrays, a leaf is not an array, or an entry of
-        `sizes` fits no dim of a parameter. With `strict`, a dim is open, is a guess, or has two
+        `sizes` fits no dim of a parameter. With `strict`, a dim has no name, a guessed name or two
         names. A function of `kernels` does not fit, or the model does not call its kernel.
       RankMismatchError: A seed does not have one axis per dim.
       UnknownAxisError: A seed or a size names an axis that is neither in the vocabulary nor in

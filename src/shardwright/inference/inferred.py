@@ -22,7 +22,7 @@ class InferredDim:
       path: Path of the parameter.
       dim: Position of the dim.
       size: Number of elements.
-      axis: Axis, or `merged(...)`; EMPTY if the dim is open.
+      axis: Axis, or `merged(...)`. EMPTY if no rule names the dim.
       evidence: Why the dim has this axis, with the primitive and the line of the model.
       guess: Whether a default rule chose the axis.
       is_open: Whether no rule names the dim.
@@ -83,7 +83,8 @@ class Inferred:
     """The axes of all parameters of a model, and why. `print(inferred)` shows a table.
 
     Attributes:
-      annotations: Tree like the parameters, with one annotation per array. Open dims are EMPTY.
+      annotations: Tree like the parameters, with one annotation per array. A dim that no rule names
+        is EMPTY.
       evidence: Every dim of every parameter, with its axis and the reason for it.
       conflicts: Dims that two operations name differently.
       unknown: Primitives that inference does not understand, and kernels without a function in
@@ -119,7 +120,7 @@ class Inferred:
         return text_of(self, width=width)
 
     def summary(self, *, width: int = WIDTH) -> str:
-        """Return only the guesses and the open dims of the table, and the totals."""
+        """Return the table with guesses and open dims only, and the totals."""
         return text_of(self, form="summary", width=width)
 
     def toml(self) -> str:

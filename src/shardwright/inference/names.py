@@ -40,7 +40,7 @@ class Names:
         Args:
           dim: The dim. If one of its factors already has another name, no factor is named.
           axis: The name.
-          evidence: Why.
+          evidence: Why the dim has this name.
           **options: `guess` marks the name as a guess. `sure` records a conflict if a factor has
             another name that is not a guess.
         """
@@ -128,7 +128,7 @@ def guess_links(names: Names) -> None:
       residual stream.
     - An activation function is applied to the dim: MLP_INTERMEDIATE.
     - The dim is in a residual addition: EMBED.
-    - Otherwise: EMPTY, which replicates the dim. It is a low rank.
+    - Otherwise: EMPTY, which replicates the dim. It is probably a low rank.
     """
     projections = names.facts.projections
     outputs, summed = outputs_of(projections), summed_over(projections)

@@ -36,10 +36,10 @@ class Spelled:
     """One dim of a parameter.
 
     Attributes:
-      axis: Axis or merged axes; EMPTY if the dim is open.
+      axis: Axis or merged axes. EMPTY if no rule names the dim.
       evidence: Why it has this axis.
       guess: Whether a default rule chose the axis.
-      is_open: Whether nothing names the dim.
+      is_open: Whether no rule names the dim.
     """
 
     axis: Any

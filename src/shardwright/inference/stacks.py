@@ -105,7 +105,7 @@ def _routed(facts: Facts) -> Iterator[TableLookup]:
 
 
 def matmuls_of_selected(facts: Facts) -> Iterator[Matmul]:
-    """Yield matmuls with matrices that a router selects, written as matmuls with a weight.
+    """Yield the matmuls with matrices that a router selects, as `Matmul`s with a weight.
 
     The dim of experts is a batch dim, as in a matmul with the weights of all experts.
     """

@@ -21,7 +21,7 @@ class ArrayFacts:
       data: Whether it depends on the inputs.
       learned: Whether it depends on parameters.
       one_hot: The dim along which each row has a single 1, selected by the inputs, or None.
-      origin: Where it comes from, if it depends on the inputs.
+      origin: The origin of the array, or None if the array does not depend on the inputs.
       inputs: Which inputs it depends on, by number.
       loops: Its part in the scans around it, as (scan, part): a "carry", a row of "scanned"
         weights, or a result "made" from both by a matmul.
@@ -46,7 +46,7 @@ class ArrayFacts:
 
     @property
     def is_activation(self) -> bool:
-        """Whether it depends on the inputs, or is computed as activations are."""
+        """Whether it depends on the inputs, or comes from a matmul of parameters."""
         return self.data or self.is_computed
 
 

@@ -77,7 +77,7 @@ def _name_row(names: Names, lookup: TableLookup, *, guess: bool) -> None:
 def _tables(facts: Facts, results: Sequence[ArrayFacts]) -> list[Tables]:
     """Return the tables that are looked up by the inputs, grouped by kind of index.
 
-    The indices of a table are tokens in each of these cases:
+    The indices of a table are tokens in any of these cases:
 
     - The last dim of the logits is the dim that the indices select along, as in a tied model.
     - The indices have a length, and only this table has as many rows as there are logits.

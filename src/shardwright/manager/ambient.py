@@ -24,7 +24,7 @@ def shard(x: Any, *axes: Any, mode: str | None = None, role: Role | str | None =
       ShardingError: The annotation does not fit the array, the rules or the mesh.
       NoManagerError: No manager is entered in this thread.
     """
-    # A trace calls this thousands of times, so `require` is called only to raise its error.
+    # A trace calls `shard` thousands of times, so call `require` only to raise its error.
     manager: PartitionManager = context.current() or context.require("shard")
     return manager.place(x, axes, mode, role)
 

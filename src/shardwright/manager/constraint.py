@@ -219,8 +219,8 @@ def constrain(x: Any, placement: Placement) -> Any:
 def _constrain_auto(x: Any, placement: Placement) -> Any:
     if placement.ambient or isinstance(placement.mesh, Mesh):
         return jax.lax.with_sharding_constraint(x, placement.sharding)
-    # A bare spec requires an ambient mesh, and a `NamedSharding` on an abstract mesh is silently
-    # ignored by JAX if no mesh is ambient and the inputs are uncommitted.
+    # A bare spec requires an ambient mesh. If no mesh is ambient and the inputs are uncommitted,
+    # JAX silently ignores a `NamedSharding` on an abstract mesh. So make the mesh ambient.
     with jax.sharding.use_abstract_mesh(placement.mesh):
         return jax.lax.with_sharding_constraint(x, placement.sharding)
 
@@ -242,7 +242,7 @@ def _reshard_and_constrain(x: Any, placement: Placement) -> Any:
 
 
 def _filled(spec: Any, current: PartitionSpec) -> PartitionSpec:
-    """Fill the UNCONSTRAINED dims and the `reduced` mesh axes of a spec from the current type.
+    """Fill the UNCONSTRAINED dims and `reduced` of a spec from the current spec of the array.
 
     An UNCONSTRAINED dim keeps its current mesh axes, except those that the spec uses.
     """

@@ -43,9 +43,9 @@ class Key(frozenset[Hashable]):
     Equal managers have equal keys. A key must be small, because JAX never frees it.
 
     JAX runs a cached program without calling `__eq__` if the key is the identical object. So if a
-    task entered a manager, its key is replaced at each request for the manager inside a trace, and
-    the former key is never used again. JAX compares all other keys by `__eq__`, so a program that
-    asked for the manager runs only where an equal manager applies.
+    task entered a manager, the manager's key is replaced at each request for the manager inside a
+    trace, and the former key is never used again. JAX compares all other keys by `__eq__`, so a
+    program that asked for the manager runs only where an equal manager applies.
 
     Attributes:
       values: Rules, mesh and mode of the manager; None for no manager.
@@ -246,8 +246,8 @@ def _current_task() -> Any:
 def _is_of_another_task(entry: _EnteredManager) -> bool:
     """Tell whether another task entered a manager and still runs.
 
-    If a task ends and has not left its manager, the manager stays in force for the thread: the
-    cells of a notebook are tasks.
+    If a task ends and has not left its manager, the manager stays in force for the thread. This
+    rule is for notebooks, whose cells are tasks.
     """
     task = entry.task
     return task is not None and task is not _current_task() and not task.done()

@@ -144,7 +144,7 @@ class Manager:
             and self.mode == other.mode
             and self.effect == other.effect
             and self.mesh == other.mesh
-            # Compare the rules last, because their tables take longest.
+            # Compare the rules last: comparing their tables takes longest.
             and self.rules == other.rules
         )
 

@@ -36,9 +36,9 @@ class Effect:
     """What a manager adds to a trace: constraints, or annotations for a plan.
 
     Attributes:
-      place: Adds the decision for an array: `(x, decided) -> x`.
-      gather: Adds the decisions for a weight as it is used and as it is stored: `(w, use, stored)
-        -> w`.
+      place: Function `(x, decided) -> x` that adds the decision for an array.
+      gather: Function `(w, use, stored) -> w` that adds two decisions for a weight: for its use,
+        and for the stored weight.
       token: Part of JAX's cache keys: managers share programs only if their tokens are equal.
       record: Called with every request that adds nothing to the trace, because its answer may still
         change the trace. None to record nothing.

@@ -90,7 +90,7 @@ def to_host(x: Any, sharding: NamedSharding) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class OffloadedState:
-    """The state of an optimizer that brings its state to the device itself; see `offloaded`.
+    """The state of an `offloaded` optimizer, which moves its state to the device by itself.
 
     Attributes:
       inner: The state of the optimizer that `offloaded` was given.
@@ -100,7 +100,7 @@ class OffloadedState:
 
 
 def fetch(tree: Any, shardings: Any) -> Any:
-    """Move the values of a tree that are in host memory to the device.
+    """Move to the device those values of a tree that are in host memory.
 
     The state of an `offloaded` optimizer stays where it is.
     """

@@ -39,7 +39,7 @@ class Offloaded:
     specs: Any
 
     def init(self, params: Any) -> OffloadedState:
-        """Return the state of the optimizer, which `pm.jit_step` leaves in host memory."""
+        """Return the state of the optimizer. `pm.jit_step` leaves this state in host memory."""
         return OffloadedState(self.optimizer.init(params))
 
     def update(self, grads: Any, state: OffloadedState, params: Any = None) -> tuple[Any, Any]:
@@ -242,8 +242,8 @@ class _LayerUpdate:
     ) -> tuple[dict[int, Any], dict[int, Any]]:
         """Call the optimizer on some parameters, with None in place of the other parameters.
 
-        Return the results by parameter and the new state by the index of its leaf, scalars
-        included.
+        Return two dicts: index of a parameter -> its result, and index of a leaf of the state ->
+        its new value. The second dict includes scalars.
         """
         shared = {at: x for at, x in enumerate(self.state) if self.owners[at] is None}
         state = {**moments, **shared}
@@ -262,8 +262,8 @@ class _LayerUpdate:
     def _check_leaf_by_leaf(self, state_paths: Sequence[str]) -> list[Any]:
         """Check that the update of each parameter reads no other parameter's arrays.
 
-        The check follows the trace of an update of the whole tree, so it is certain for optimizers
-        of any kind. It assumes that each result of a loop or a branch depends on all operands.
+        The check follows the trace of an update of the whole tree, so it works for any optimizer.
+        It assumes that each result of a loop or a branch depends on all operands.
 
         Returns:
           The dtype of each update.

@@ -33,8 +33,8 @@ def place_for_shard_map(
       arguments: Trees of global arrays.
       in_specs: One tree of specs per argument, of the argument's structure.
       mesh: Mesh of the specs. If a mesh is ambient, its axis types apply.
-      keep_reduced: Whether an argument stays reduced over the mesh axes of its type, for
-        `reduced_specs`. Otherwise the `shard_map` sums its gradient.
+      keep_reduced: Whether an argument that is reduced over mesh axes stays reduced, for
+        `reduced_specs`. Otherwise the `shard_map` sums its gradient over these mesh axes.
 
     Raises:
       MeshMismatchError: A spec puts an Auto mesh axis before an Explicit one in one dimension.
@@ -45,7 +45,7 @@ def place_for_shard_map(
 
     def place(x: Any, spec: PartitionSpec) -> Any:
         placed = constraint.place(x, constraint.make_placement(spec, mesh, ambient))
-        # JAX refuses an argument that is reduced over a mesh axis, unless its spec in `specs` is
+        # JAX refuses an argument that is reduced over a mesh axis, unless its `in_specs` entry is
         # reduced over this mesh axis too.
         kept = jax.typeof(placed).sharding.spec
         if keep_reduced or not kept.reduced:

@@ -78,8 +78,8 @@ def init_state(
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
     def init(params: Any) -> Any:
-        # optax creates weakly typed scalars, and a step returns strongly typed ones. So the
-        # second step would compile again.
+        # optax creates weakly typed scalars, and a step returns strongly typed ones. Without this
+        # cast, the second step would compile again.
         return jax.tree.map(
             lambda x: (
                 jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x

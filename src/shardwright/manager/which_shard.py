@@ -38,8 +38,8 @@ from shardwright.vocabulary.lowering import Dim
 # For each dim, the Manual mesh axes that a value is split over, major first.
 Split = tuple[tuple[str, ...], ...]
 
-# Largest number of ways to split one value that are tried. Each trial resolves one shape. Six
-# Manual mesh axes and a weight of rank 3 give 4**6 trials.
+# At most this many ways to split one value are tried. Each trial resolves one shape. Six Manual
+# mesh axes and a weight of rank 3 give 4**6 trials.
 _MAX_TRIALS: Final = 4096
 
 

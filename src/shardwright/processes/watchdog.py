@@ -103,8 +103,8 @@ class Watchdog(threading.Thread):
         self._groups, self._seconds = {group.ranks}, float(seconds)
         self._main = _MainThread()
         self._seen: dict[int, tuple[int, float]] = {}
-        # The line of the process that has waited longest. For each process that has ended or is at
-        # another line, `_apart` has the time since when it has.
+        # The line of the process that has waited longest. `_apart` says since when each other
+        # process has ended or has been at another line.
         self._waited_at = ""
         self._apart: dict[int, float] = {}
         self._own = _Beat()
@@ -207,7 +207,7 @@ class Watchdog(threading.Thread):
         return now - since
 
     def _is_silent(self, rank: int) -> bool:
-        """Tell whether several beats of a process are missing. Its last beat is then outdated."""
+        """Tell whether several beats of a process are missing: the last one may be outdated."""
         now = time.monotonic()
         return now - self._seen.get(rank, (0, now))[1] > 4 * self._interval
 

@@ -5,7 +5,8 @@ Dims are decided from left to right. (For `policy.order = "rules"` see `rule_ord
 
 1. Find the rule of the dim's axis, by mode, role and path (`rule_for`). A composite has the rules
    of its members.
-2. Take the first candidate whose mesh axes are free and whose product divides the dim (`attempt`).
+2. Take the first candidate whose mesh axes are free and whose shard count divides the dim
+   (`attempt`).
 3. If none fits, apply the rule's own fallback, then the policy (`fall_back`).
 4. For the role `use`, drop the mesh axes over which the weight is gathered (`gathered`).
 """

@@ -73,8 +73,8 @@ class RuleRef:
       text: The rule itself, for instance `tp | -`.
       table: Key path of the table, for instance `modes.decode`.
       source: File and line, or another origin such as `default`.
-      members: For a composite, the rules of its members. Each other field then holds the texts of
-        that field of all members, joined.
+      members: For a composite, the rules of its members. Each of the other fields then has the
+        texts of all members, joined.
     """
 
     key: str
@@ -213,8 +213,8 @@ class DimDecision:
             Outcome.POLICY_MISSING: 'policy missing = "replicate"',
             Outcome.FAILED: "failed",
         }[self.outcome]
-        # Before a skip with the reason EMPTY come the skips of all mesh axes of its candidate. They
-        # already give the reason.
+        # Before a skip with the reason EMPTY come the skips of all mesh axes of its candidate.
+        # These skips already give the reason.
         skips = dict.fromkeys(str(skip) for skip in self.skipped if skip.reason is not Reason.EMPTY)
         parts = [*skips, *([outcome] if outcome else [])]
         for policy, added in (("largest_dim", self.largest_dim), ("zero1", self.zero1)):

@@ -60,7 +60,7 @@ def resolve(
     Args:
       axes: Annotation. A list counts as a tuple.
       rules: Compiled rules.
-      mesh_shape: A `Mesh`, an `AbstractMesh`, a mapping of mesh axis to size, or pairs of them.
+      mesh_shape: A `Mesh`, an `AbstractMesh`, a mapping of mesh axis to size, or pairs of the two.
       mode: Runtime mode. Defaults to the layout's mode, else to train.
       role: activation, param, use or state. Defaults to param for weight layouts and `ArraySpec`s,
         else to activation.
@@ -127,7 +127,7 @@ def explain_request(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes
 
 
 def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Resolution:
-    """Lower a normalized request once, decide its dims once, and derive parts and state once."""
+    """Lower a normalized request, decide its dims, and apply the policies for weights and state."""
     annotation, path = request.annotation, request.path
     shape = None if request.shape is None else tuple(request.shape)
     try:
@@ -149,8 +149,8 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
         dims=lowered.dims, sizes=sizes, fits=decider.fits, path=path, manual=request.manual
     )
     if isinstance(annotation, PartOf):
-        # The whole array of a part resolves under its own shape and path. State follows the stored
-        # parameter. Below, zero1 adds the mesh axes that only state has.
+        # The whole array of a part resolves under its own shape and path. For state, the whole
+        # array is the stored parameter. Below, zero1 adds the mesh axes that only state has.
         of_whole = Role.PARAM if role is Role.STATE else role
         # Factors, scales and moments of one parameter share the same whole array, so its resolution
         # is cached.

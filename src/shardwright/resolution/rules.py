@@ -381,7 +381,7 @@ class AxisRules:
       pipeline: How the layers of a stack run over pp, or None if the strategy does not say.
       order: Under `policy.order = "rules"`, the axis of every candidate, in the order of the
         attempts. One tuple for the activations of each of `MODES`, then one for the parameters of
-        each. Else empty.
+        each. Empty under other policies.
       memory: Where parameters and optimizer state live; the first rule that applies decides.
       saved: Values that rematerialization saves, and where.
       known_axes: Every axis that an annotation may use.
@@ -678,9 +678,9 @@ def _rank_orders(
 
 
 def _attention_by_mode(named: Mapping[str, RuleRef]) -> tuple[tuple[str, RuleRef], ...]:
-    """Return the line that names an implementation, for each mode that has one and runs attention.
+    """Return pairs of a mode that runs attention and the line that names its implementation.
 
-    The modes are canonical and sorted.
+    Modes without such a line are left out. The modes are canonical and sorted.
     """
     lines = {
         parse_mode(name): named.get(name, named.get("default"))

@@ -23,8 +23,8 @@ from shardwright.vocabulary.axes import (
 )
 from shardwright.vocabulary.layouts import LAYOUTS
 
-# Names that other libraries (flax, T5X, MaxText, transformers) give to dims, by our axes. If a name
-# has two meanings, both are suggested: "kv" is the size of a head in T5X.
+# Our axes -> the names of these axes in other libraries (flax, T5X, MaxText, transformers). If a
+# name has two meanings, both are suggested: "kv" is the size of a head in T5X.
 OTHER_NAMES = {
     "BATCH": "batch_size bsz",
     "BATCH DP": "data",
