@@ -75,8 +75,8 @@ def directory(path: str | os.PathLike[str], error: type[ShardingError], name: st
 def staged(path: str) -> Iterator[str]:
     """Yield the path of a directory to create, and rename that directory to `path` at the end.
 
-    The yielded path is beside `path`, so that both are on one disk. It is new in each call, because
-    an earlier call that failed may still be writing to its own path.
+    The yielded path is beside `path`, so that both are on one disk. The yielded path is new in each
+    call, because an earlier call that failed may still be writing to its own path.
     """
     parent, name = os.path.split(path)
     os.makedirs(parent or ".", exist_ok=True)
@@ -97,8 +97,8 @@ def staged(path: str) -> Iterator[str]:
 def _remove(folder: str) -> None:
     """Remove the folder of a failed write again and again, until it stays removed for a second.
 
-    Threads of the write may still add files to it. TensorStore then creates the folder again, and
-    does not tell when its threads have ended.
+    Threads of the write may still add files to the folder. TensorStore then creates the folder
+    again, and does not tell when its threads have ended.
     """
     absent = 0
     for _ in range(40):
@@ -110,7 +110,7 @@ def _remove(folder: str) -> None:
 
 
 def fix_of_write(error: Exception, takes: str) -> str | None:
-    """Return the fix of a failed write. None if the operating system did not refuse the write.
+    """Return the fix for a failed write. None if the operating system did not refuse the write.
 
     Args:
       error: Error of Python, or of TensorStore.

@@ -239,7 +239,7 @@ class TargetLeaf:
 
     @property
     def is_recut(self) -> bool:
-        """Whether the file has the layers of a stack in other repeats than the target."""
+        """Whether a stack of layers is cut into other repeats in the file than in the target."""
         return self.saved.kind is LeafKind.ARRAY and self.saved.shape != np.shape(self.target)
 
     def read_as(self) -> Any:

@@ -231,7 +231,8 @@ def _write(file: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) 
         dtype = _DTYPES[str(value.dtype)]
         header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    # Spaces after the JSON are allowed. Like the library, align the tensors to 8 bytes with them.
+    # The format allows spaces after the JSON. Like the safetensors library, use them to align the
+    # tensors to 8 bytes.
     text += b" " * (-len(text) % 8)
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
@@ -268,7 +269,7 @@ def _reserve(stream: BinaryIO, size: int) -> None:
 
 
 def _shards(value: Any) -> Iterator[tuple[Any, np.ndarray[Any, Any]]]:
-    """Yield each part of an array once, with its place."""
+    """Yield (place, values) for each part of an array. Equal parts of replicas come only once."""
     if isinstance(value, _Cut):
         for index, shard in _shards(value.value):
             starts = [part.start or 0 for part in index] or [0] * shard.ndim
@@ -283,6 +284,6 @@ def _shards(value: Any) -> Iterator[tuple[Any, np.ndarray[Any, Any]]]:
         yield (), value
         return
     for shard in value.addressable_shards:
-        # Replicated shards are equal, so one of them is copied to the host.
+        # Replicated shards are equal, so only one of them is copied to the host.
         if shard.replica_id == 0 and math.prod(shard.data.shape):
             yield shard.index, np.asarray(shard.data)

@@ -32,7 +32,7 @@ _DELETED = ".deleted"
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Saving:
-    """A checkpoint that orbax writes. The arrays are already copied, so a step may donate them.
+    """A checkpoint that orbax writes. A step may donate the arrays, because orbax has copied them.
 
     Attributes:
       step: Number of the checkpoint.
@@ -204,7 +204,7 @@ def restore(
       step: Number of the checkpoint. Defaults to the newest.
       partial: Whether the target may leave out saved leaves. A server, for example, needs no
         moments.
-      recut: Whether the file may have the layers of a stack in other repeats than the target:
+      recut: Whether a stack of layers may be cut into other repeats in the file than in the target:
         `[layers, ...]`, or `[repeats, layers / repeats, ...]` of a circular pipeline. The layers
         have the same order in both.
 

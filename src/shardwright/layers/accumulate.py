@@ -45,7 +45,7 @@ class Weighted:
 
     Attributes:
       total: Sum of the losses, a scalar.
-      weight: Sum of the weights of these losses, a scalar. It is not differentiated.
+      weight: Sum of the weights of these losses, a scalar. Weights are not differentiated.
     """
 
     total: Any
@@ -213,7 +213,7 @@ class _AccumulationStep:
       trained: For each leaf of the parameters, whether it has a gradient.
       paths: Path of each leaf of the parameters.
       deferred: Mesh axes over which trained weights are `reduced` in their JAX types.
-      only: Path of the only weight that is reduced, or None for all.
+      only: If not None, the path of the only weight that is reduced. None: all trained weights are.
     """
 
     loss: Callable[..., Any]
@@ -256,7 +256,7 @@ class _AccumulationStep:
         )
 
     def _deferrable(self, manager: PartitionManager, params: Any) -> frozenset[str]:
-        """Return the mesh axes over which gradients can be summed after the last microbatch.
+        """Return the mesh axes over which `reduced` weights can defer the sums of gradients.
 
         These are the mesh axes of the tokens. If LENGTH is not sharded, or if the sums cannot be
         deferred, there are none.
@@ -352,7 +352,8 @@ class _AccumulationStep:
             own = jax.tree.map(lambda leaf: _part(jax.typeof(leaf).sharding.spec, rest), batch)
             kept = [_part(spec, rest) for spec in specs]
             f = jax.sharding.explicit_axes(f, axes=rest, in_sharding=(kept, own, whole, whole))
-        # Each result is a sum or a maximum over the devices, or a shard of a sum.
+        # Each result is a sum or a maximum over the devices, or a shard of a sum. So `out_specs`
+        # have only the mesh axes of stored weights.
         f = jax.shard_map(
             f,
             # A nested `shard_map` takes the mesh of the surrounding one.

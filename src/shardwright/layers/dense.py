@@ -205,7 +205,7 @@ def check_kernel(
     if contracted != kernel[:contract] or len(x) < contract + tokens:
         needed = ", ".join(map(str, contracted))
         raise RankMismatchError(
-            f"the kernel has shape {kernel}, and does not fit the last {contract} dims of x, {x}",
+            f"the kernel has shape {kernel}: x of shape {x} does not fit its first {contract} dims",
             path=path,
             fix=f"pass x of shape (tokens, {needed})"
             if contracted == kernel[:contract]

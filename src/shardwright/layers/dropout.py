@@ -53,8 +53,8 @@ def _check_shards(x: Any, key: Any) -> None:
         return
     if same := tuple(sorted(_jax.varying_axes(x) - _jax.varying_axes(key))):
         raise LayerError(
-            f"each shard over {'+'.join(same)} would drop the same elements: they have the same "
-            "key",
+            f"the shards over {'+'.join(same)} have the same key, so all of them would drop the "
+            "same elements",
             path="key",
             fix=f"pass jax.random.fold_in(key, jax.lax.axis_index({same})); in layers.accumulate, "
             "take key= in the loss; if x is the same on these shards, pass "

@@ -115,7 +115,7 @@ def check_valid(valid: Any, rows: tuple[int, ...]) -> None:
     """Check an array that says which rows are tokens; None says that all are.
 
     Raises:
-      LayerError: The array is not bool, or has another shape than the rows.
+      LayerError: The array is not bool, or does not have one element per row.
     """
     if valid is not None:
         kind = array(rows, dtype="bool", layout=f"pass one bool for each row of x, {rows}")

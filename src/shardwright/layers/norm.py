@@ -27,7 +27,7 @@ class NormConfig:
     Attributes:
       kind: "layer" (subtracts the mean, has a bias) or "rms".
       epsilon: Added under the root: to the variance in "layer", to the mean square in "rms".
-      zero_centered: The stored scale is centered on 0, and 1 is added in float32.
+      zero_centered: Whether the stored scale is centered on 0. If so, 1 is added to it in float32.
 
     Raises:
       LayerError: The kind is unknown, or epsilon is not a positive number.
@@ -98,7 +98,7 @@ def layer_norm(
       scale: `[size]`.
       bias: `[size]`. Defaults to none.
       epsilon: Added to the variance, inside the root.
-      zero_centered: Multiply by `1 + scale`.
+      zero_centered: Whether to multiply by `1 + scale`.
       dtype: Dtype of the result. Defaults to that of `x`.
 
     Raises:
@@ -126,7 +126,7 @@ def rms_norm(
       x: `[..., size]`.
       scale: `[size]`.
       epsilon: Added to the mean square, inside the root.
-      zero_centered: Multiply by `1 + scale`, as Gemma does.
+      zero_centered: Whether to multiply by `1 + scale`, as Gemma does.
       dtype: Dtype of the result. Defaults to that of `x`.
 
     Raises:
@@ -159,8 +159,8 @@ def _check(x: Any, **params: Any) -> None:
     varying = _jax.varying_axes(x) & _jax.varying_axes(scale)
     if names := [axis for axis in split if axis in varying]:
         raise LayerError(
-            f"x and scale vary over {'+'.join(names)}, which shards EMBED: the mean would be that "
-            "of a shard",
+            f"x and scale vary over {'+'.join(names)}, which shards EMBED: the mean would be the "
+            "mean of one shard",
             path="x",
             fix=f"gather x and scale over {'+'.join(names)} first, or call the norm outside of "
             "the shard_map",

@@ -170,9 +170,10 @@ def read_stack(
 def _shards_apart(
     manager: PartitionManager, cut: Microbatches, specs: Any, path: str | None, *, once: bool
 ) -> tuple[str, ...]:
-    """Return the mesh axes of BATCH over which each shard can hold whole weights in the ticks.
+    """Return the mesh axes of BATCH before the first one that shards a weight during the ticks.
 
-    These axes come first in BATCH, so that no row is sent.
+    Over these mesh axes, each shard holds whole weights. They come first in BATCH, so that no row
+    is sent.
     """
     role, sharded = Role.USE if once else Role.PARAM, set[str]()
     for at, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_array_spec)[0]:

@@ -30,7 +30,7 @@ class _LinearScan:
     """The static part of a call.
 
     Attributes:
-      dim: Position of the dim of the length.
+      dim: Index of the dim that is the length.
       reverse: Whether the scan runs from the last element to the first.
       over: Mesh axes that split the length, major first.
       spec: Spec of the arrays, without mesh axes that an enclosing `shard_map` has already split.
@@ -94,7 +94,7 @@ def linear_scan(a: Any, x: Any, *axes: Any, reverse: bool = False) -> Any:
     The state before the first element is 0. For another first state, add `a[0] * state` to `x[0]`.
     If the length is sharded, each device scans its part. One all-gather of the last states of all
     parts then corrects the results. The backward pass sends the same amount. Without a manager, the
-    arrays are whole.
+    length counts as unsharded.
 
     States of bfloat16 and float16 are computed in float32. Only reverse-mode derivatives exist. The
     scan multiplies elements of `a` with each other, so a product over the length must not overflow.
@@ -172,8 +172,9 @@ def _planned(annotation: Any, shape: tuple[int, ...], reverse: bool) -> _LinearS
     return _LinearScan(dim=dim, reverse=reverse, over=over, spec=spec, mesh=mesh)
 
 
-# This derivative is written by hand, because JAX's own derivative of `associative_scan` stores each
-# level. The custom_vjp is outside of the shard_map, as in `attention/parts/shards.py`.
+# This derivative is written by hand, because JAX's own derivative of `associative_scan` stores the
+# values of each level of the scan. The custom_vjp is outside of the shard_map, as in
+# `attention/parts/shards.py`.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear_scan(scan: _LinearScan, a: jax.Array, x: jax.Array) -> jax.Array:
     def local(a: jax.Array, x: jax.Array) -> jax.Array:

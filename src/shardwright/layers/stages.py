@@ -291,7 +291,11 @@ class Stages:
     def chunk(
         self, stack: Any, rows: Any, keys: Any, turn: Any, x: Any, streamed: Any
     ) -> tuple[Any, Any]:
-        """Run a chunk of a stage's layers on one microbatch. The turn of the stage gives both."""
+        """Run a chunk of a stage's layers on one microbatch.
+
+        `turn` is the number of chunks that the stage has run before. It selects the chunk and the
+        microbatch.
+        """
         count, repeats = self.cut.count, self.repeats
         chunk, microbatch = jnp.clip(turn // count, 0, repeats - 1), turn % count
         stack = use_of(stack, microbatch, (turn >= 0) & (turn < count * repeats))

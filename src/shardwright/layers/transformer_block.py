@@ -176,8 +176,9 @@ class StackState:
 
     Attributes:
       caches: One KV cache per layer, or None.
-      moe: One `MoEState` per tree of parameters, or None for an MLP. With `scan`, its arrays
-        have a leading dim of the layers of that tree. Before the first call, `moe` itself is None.
+      moe: One `MoEState` per tree of parameters, or None for an MLP. With `scan`, the arrays of a
+        state have a leading dim of the layers of the tree. Before the first call, `moe` itself is
+        None.
       scaling: With delayed scaling, one tree per tree of parameters; else None. In an argument,
         this is `fp8.uses(scaling, channel)`. In a result, it is the amaxes of inputs and kernels;
         with caches, it is the argument unchanged, so the result can be passed to the next call.
@@ -359,10 +360,10 @@ def apply(
 ) -> tuple[jax.Array, StackState]:
     """Return the residual after all layers, and the state.
 
-    Each layer is `x += attention(x)`, then `x += mlp(x)`. With `cross` in the config, `x +=
-    cross(x, encoded)` is between the two. Keys and values of `encoded` are computed again in each
-    call. The norm after the last layer is not part of the stack. In a compiled program, a cache
-    refuses tokens that do not fit, and attention adds 0 to the residual of these tokens.
+    Each layer is `x += attention(x)`, then `x += mlp(x)`. With `cross`, `x += cross(x, encoded)` is
+    between the two. Keys and values of `encoded` are computed again in each call. The norm after
+    the last layer is not part of the stack. In a compiled program, a cache refuses tokens that do
+    not fit, and attention adds 0 to the residual of these tokens.
 
     Args:
       config: Sizes and options.
@@ -682,7 +683,7 @@ def _check_pipeline(config: TransformerConfig) -> None:
 
 
 def _check_count(name: str, values: Any, count: int, *, path: str, fix: str) -> None:
-    """Check that there is a value per tree of parameters, or per layer."""
+    """Check that `values` is a sequence of `count` entries."""
     if not isinstance(values, Sequence) or len(values) != count:
         is_list = isinstance(values, Sequence)
         has = f"has {len(values)} entries" if is_list else f"is {with_article(type(values))}"

@@ -76,7 +76,7 @@ def sends_of(source: DeviceGrid, target: DeviceGrid) -> tuple[Send, ...]:
                     key=lambda at: (sent[at], (at - receiver) % len(source.devices)),
                 )
             )
-            # Only units that cross a link are load for the sender.
+            # Only units that go to another device count as sent.
             sent[sender] += not stays
             sends.append(
                 Send(
@@ -100,9 +100,9 @@ def rounds_of(sends: Sequence[Send], devices: int) -> tuple[tuple[Send, ...], ..
 
     Blocks that stay on their device come first, in separate rounds.
     """
-    # The ring distance of a send is (sender - receiver) modulo the number of devices. Sends of one
-    # ring distance can share a round, because each device then sends to one device and receives
-    # from one. So a first fit by distance fills the rounds well.
+    # The ring distance of a send is (sender - receiver) modulo the number of devices. Sends of
+    # equal ring distance can share a round, because each device then sends to one device and
+    # receives from one. So a first fit by distance fills the rounds well.
     order = sorted(
         sends,
         key=lambda send: (not send.stays, (send.sender - send.receiver) % devices, send.receiver),

@@ -24,7 +24,7 @@ from shardwright.reshard.programs import (
 )
 from shardwright.reshard.route import Route, Way
 
-# Called with the number of pieces that have moved, and the number of all pieces.
+# Called with the number of pieces that have moved, and the total number of pieces.
 Tick = Callable[[int, int], None]
 ShardIndex = tuple[slice, ...]
 
@@ -34,7 +34,7 @@ class ArrayInParts(Protocol):
     """An array that is not in memory, such as an array in a file."""
 
     def read(self, boxes: Sequence[ShardIndex]) -> list[np.ndarray]:
-        """Return the parts of the array in these boxes."""
+        """Return the part of the array in each of the boxes."""
 
 
 def check_processes(path: str, value: Any, target: NamedSharding, route: Route) -> list[Problem]:
@@ -55,7 +55,7 @@ def check_processes(path: str, value: Any, target: NamedSharding, route: Route) 
 def move_leaf(
     value: Any, target: NamedSharding, route: Route, *, donate: bool, tick: Tick
 ) -> jax.Array:
-    """Return an array with another sharding. The source is not deleted.
+    """Return the array with the target sharding. The source is not deleted.
 
     Args:
       value: JAX array, array of the host, number, or `ArrayInParts`.

@@ -131,7 +131,7 @@ class _Moving:
     def run(self) -> None:
         """Move the leaves in the order of the plan."""
         values, donate = self._values, self._plan.donate
-        # Count by identity, because equal arrays have separate memory.
+        # Count sources by identity, because equal arrays have separate memory.
         uses = Counter(map(id, values))
         # Ids of the sources that are not copied: the result is the source, or shares its memory.
         kept = {

@@ -140,8 +140,8 @@ def _next_moves(
     `local` is the number of bytes of one shard under this sharding.
     """
     for dim, axes in enumerate(place):
-        # Only the minor axes can leave: the blocks of a tiled all-gather over them are adjacent in
-        # the array, and those over a major axis are not.
+        # Only the minor axes can leave a dimension: the blocks of a tiled all-gather over them are
+        # adjacent in the array, and those over a major axis are not.
         for count in range(1, len(axes) + 1):
             last = axes[-count:]
             parts = shard_count(last, mesh)

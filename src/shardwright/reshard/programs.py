@@ -45,7 +45,7 @@ def flat_shape(local: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 
 
 class MoveProgram:
-    """A program that is compiled once, at its first call, under any ambient mesh or manager.
+    """A program that is compiled only once, at its first call, whatever mesh or manager is ambient.
 
     A jitted function would be compiled again under each manager, and raise an error under another
     mesh.

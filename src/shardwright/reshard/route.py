@@ -288,8 +288,9 @@ def common_axes(source: DeviceGrid, target: DeviceGrid) -> CommonAxes | None:
     if source_strides is None:
         return None
     spans = [*_spans(source.axes, source_strides), *_spans(target.axes, target_strides)]
-    # The strides at which an axis begins or ends. If each stride divides the next one, they are the
-    # prefix products of a common factorization. Strides 1,3,6 and 1,2,6 fail: 2 does not divide 3.
+    # `cuts` are the strides at which an axis begins or ends. If each stride divides the next one,
+    # they are the prefix products of a common factorization. Strides 1,3,6 and 1,2,6 fail: 2 does
+    # not divide 3.
     cuts = sorted({1, len(target.devices), *(cut for span in spans for cut in span)})
     if any(upper % lower for lower, upper in pairwise(cuts)):
         return None

@@ -35,7 +35,7 @@ class LeafMove:
       path: Its path in the tree.
       source: The place of the array before the move: a spec, `host`, or `one device`.
       target: Spec after the move.
-      route: How it moves.
+      route: How the array moves.
       to_host: Whether the devices copy their shards to host memory after the move.
       tied_to: Path of the first place of the same array in the tree, or empty. The array moves
         once, and the result is at all of its places.
@@ -188,7 +188,7 @@ def plan_reshard(
 
 
 def target_shardings(manager: Manager, tree: Any, specs: Any) -> Any:
-    """Return the target shardings of a tree. `specs` has annotations, or the shardings."""
+    """Return the target shardings of a tree. `specs` are annotations or shardings."""
     shardings = _shardings_in(specs)
     if shardings is not None:
         return shardings

@@ -11,8 +11,8 @@ the forward pass quantizes each operand twice.
 
 The forward pass keeps the fp8 operands for the backward pass, the kernels as stored shards. The
 backward pass gathers the kernels again. A matmul is computed in the dtype of its result, and its
-result is then multiplied by the inverse scales. For float16, it is computed in float32, to avoid
-overflow. Sums over devices have the dtype of the result too.
+result is then multiplied by the inverse scales. For float16, the matmul is computed in float32, to
+avoid overflow. Sums over devices have the dtype of the result too.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ class Fp8Kernel:
     Attributes:
       name: Name of the kernel.
       out: Annotation of the result, or None.
-      weight: Annotation, shape and path of the stored kernel, or None if it is already gathered.
+      weight: Annotation, shape and path of the stored kernel. None if the kernel is already
+        gathered.
       dtype: Dtype of the kernel.
       varying: Manual mesh axes that the kernel varies over.
       gathered: Entries of the spec that the kernel is gathered to, over Explicit axes. None if
-        `weight` or `out` already determines them.
+        `weight` or `out` already determines this spec.
       out_entries: Entries of the spec of the result, over Explicit axes.
       shards: Mesh axes of the kernel, if it has no annotation; only for the check of blocks.
     """
@@ -245,7 +246,7 @@ def backward(
 
 
 def _scale(call: Fp8Call, x: Any, given: Any, form: str) -> tuple[Any, Any]:
-    """Return the largest absolute value of an array, and its scale; Nones for blocks."""
+    """Return the largest absolute value and the scale of an array; Nones for blocks."""
     if call.blocks:
         return None, None
     # The amax is taken before the array saturates, also if an older scale is used. So the scales of
@@ -272,7 +273,7 @@ def _gathered(call: Fp8Call, static: Fp8Kernel, x: Scaled) -> Scaled:
 
 
 def _placed(x: Any, entries: Any) -> Any:
-    """Move an array to a spec over Explicit axes."""
+    """Reshard an array to a spec over Explicit axes."""
     sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*entries))
     return jax.sharding.reshard(x, sharding)
 

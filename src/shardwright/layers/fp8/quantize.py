@@ -39,7 +39,7 @@ class Scaled:
     Attributes:
       value: float8 values.
       scale: float32, the inverse scale of the whole array. With blocks, uint8: the exponent of each
-        block plus 127. Its size along `dim` is 1/32 of the array's.
+        block plus 127. The size of `scale` along `dim` is 1/32 of that of `value`.
       dim: The dim of the blocks, or None for one scale.
     """
 

@@ -1,7 +1,7 @@
 """The state of delayed scaling: histories and scales, what a step reports, and the update.
 
-    scaling = block.init_scaling(config)            scales and histories
-    channel = fp8.new_channel(scaling)           zeros, one leaf per use
+    scaling = block.init_scaling(config)  # scales and histories
+    channel = fp8.new_channel(scaling)  # zeros, one leaf per use
 
     def loss(params, channel, x):
         y, seen = block.apply(config, params, x, state=fp8.uses(scaling, channel))
@@ -84,7 +84,7 @@ class Channel:
 
     Attributes:
       amax: Largest absolute value of the gradient of the result, float32.
-      count: 1 per use, float32.
+      count: Counter, float32. Each use adds 1.
     """
 
     amax: Any

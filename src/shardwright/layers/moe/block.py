@@ -70,8 +70,8 @@ class MoEStats:
     """Statistics of the router over all tokens of the batch, on all devices.
 
     Attributes:
-      load: [experts] int32, how many tokens picked each expert, also those that are then dropped.
-        Rows that are not `valid` do not count.
+      load: [experts] int32, how many tokens picked each expert. Dropped tokens count, and rows that
+        are not `valid` do not.
       dropped: int32, how many copies of tokens found no slot; 0 if dropless.
       aux: float32, the losses of the router times their factors. Add it to the loss.
     """
@@ -97,8 +97,7 @@ class MoEState:
 
 
 def init_state(config: MoEConfig, *, bias: Any = None) -> MoEState:
-    """Return a state with statistics of 0, which has the structure of the state that `apply`
-    returns.
+    """Return a state with statistics of 0. It has the structure of the states that `apply` returns.
 
     Args:
       config: The MoE layer.
@@ -282,7 +281,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
             # `_serve` either sends tokens over all mesh axes of the experts, or over none of them.
             both and both != expert_axes,
             "",
-            f"{'+'.join(expert_axes)} shard the experts, and only {'+'.join(both)} the tokens",
+            f"experts are sharded over {'+'.join(expert_axes)}, tokens only over {'+'.join(both)}",
             "shard BATCH over all mesh axes of EXPERT, or over none of them",
         ),
         (
@@ -499,8 +498,9 @@ def _stats(config: MoEConfig, sums: dict[str, Any], *, tokens: int | None) -> Mo
         if tokens is None:
             # Count tokens by their picks: each token has picked `per_token` experts.
             count = jnp.maximum(load.sum() // config.per_token, 1)
-        # Equation 4 of Switch Transformers: X * sum(f * P). The f of all experts sum to 1 here,
-        # also with several experts per token, so an even load has the loss 1.
+        # Equation 4 of Switch Transformers: X * sum(f * P), where f is the share of the picks and P
+        # the mean probability of an expert. The f of all experts sum to 1 here, also with several
+        # experts per token, so an even load has the loss 1.
         picked = load.astype(jnp.float32) / (count * config.per_token)
         mean = sums["losses"][:-1] / count
         balance = config.experts * jnp.sum(picked * mean)

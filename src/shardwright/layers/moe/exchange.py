@@ -4,7 +4,7 @@
 tokens fill. The devices first exchange the numbers of rows, by an all-gather of one number per
 expert. Then each device sends its rows by one `jax.lax.ragged_all_to_all`. XLA for CPU does not
 have that collective. On CPUs, a function of this file, the *twin* of the collective, pads the rows
-for each receiver and sends them by an all-to-all. Both have equal results.
+for each receiver and sends them by an all-to-all. The twin and the collective have equal results.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ def by_expert(counts: Any, rows: int) -> Any:
     """
     senders, experts = counts.shape
     ends = jnp.cumsum(counts.reshape(-1))
-    # The side "right" skips groups without rows: their end is that of the group before them.
+    # The side "right" skips groups without rows, because each of them ends where the group before
+    # it ends.
     group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
     expert = jnp.where(group < senders * experts, group % experts, experts)
     return jnp.argsort(expert, stable=True)

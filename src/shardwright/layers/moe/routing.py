@@ -20,8 +20,8 @@ class Routes:
       experts: [tokens, per_token] int32, best first. For padding it is `config.experts`, an
         index after the last expert.
       weights: [tokens, per_token] float32.
-      probabilities: [tokens, experts] float32, which sum to 1, for the balance loss; 0 for
-        padding.
+      probabilities: [tokens, experts] float32, for the balance loss. Those of a token sum to 1,
+        those of padding are 0.
       squares: [tokens] float32, log(sum(exp(logits))) ** 2, for the z-loss; 0 for padding.
     """
 
@@ -39,7 +39,7 @@ def route(config: MoEConfig, router: Any, bias: Any, x: Any, is_token: Any = Non
       router: [embed, experts].
       bias: [experts] float32, added to the scores for picking only, or None.
       x: [tokens, embed].
-      is_token: [tokens] bool, False where a row of `x` is padding. None: all are tokens.
+      is_token: [tokens] bool, False where a row of `x` is padding. None: all rows are tokens.
     """
     # By default a TPU multiplies float32 as bfloat16, and rounded logits would pick other experts.
     logits = jnp.einsum(
@@ -115,12 +115,12 @@ def _in_best_groups(config: MoEConfig, preferred: Any) -> Any:
 def update_bias(bias: Any, load: Any, rate: float = 0.001) -> Any:
     """Return the router's bias after a step: lower for busy experts, higher for idle ones.
 
-    bias + rate * sign(mean(load) - load), which balances the load without a loss (Wang et al.,
-    arXiv:2408.15664, algorithm 1).
+    The result is bias + rate * sign(mean(load) - load). This balances the load without a loss (Wang
+    et al., arXiv:2408.15664, algorithm 1).
 
     Args:
       bias: [experts] float32, or [layers, experts] of a stack.
-      load: `MoEStats.load` of the step, of the shape of `bias`.
+      load: `MoEStats.load` of the step, with the shape of `bias`.
       rate: Size of the change.
     """
     load = load.astype(jnp.float32)
