@@ -3,10 +3,10 @@
     python examples/several_processes.py [--processes 2 4] [--steps N]
 
 Local processes with four virtual CPU devices each take the place of hosts. They train under
-`fsdp_tp` and save half-way. Then the last process is killed. In every other process, the watchdog
-says so, and ends its own process. Half as many processes restore the checkpoint and train on. One
-process serves. The demo fails unless the losses equal those of one process that was never
-interrupted.
+`fsdp_tp` and save half-way. Then the last process is killed. Each of the other processes has a
+watchdog, which says so and ends that process. Half as many processes restore the checkpoint and
+train on. One process serves. The demo fails unless the losses equal those of one process that was
+never interrupted.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ MESHES: Final = {"fsdp": {"fsdp": 8}, "fsdp_tp": {"fsdp": 4, "tp": 2}}
 B, S, D, V = 16, 256, 512, 4096
 TOKENS: Final = (sw.BATCH, sw.QUERY_LENGTH)
 WORDS: Final = (TOKENS, (B, S), jnp.int32)
-# Names of kernels. The last dims of `UP` are split over tp, and so are the first dims of `DOWN`.
+# Names of kernels. Kernels of `UP` are split over tp in their last dims, kernels of `DOWN` in their
+# first dims.
 UP: Final = r"query|key|value|mlp/weight|up|gate|MlpBlock_\d+/Dense_0|linear1"
 DOWN: Final = r"out|down|MlpBlock_\d+/Dense_1|linear2"
 SMALL: Final = 4096  # elements of a weight that is not worth sharding

@@ -378,7 +378,8 @@ def compile_plans(case: Case, name: str, presets: Sequence[str]) -> bool:
 def _differences(compared: Compared) -> list[str]:
     """Return the differences of at least 64 bytes.
 
-    Smaller differences come from scalars: a plan counts a sum twice that a compiler computes once.
+    Smaller differences come from scalars: a compiler may compute a sum once that occurs twice in
+    the program, but a plan counts each occurrence.
     """
     return [
         f"{kind}: {planned:,} {sent:,}"

@@ -558,8 +558,8 @@ def programs(checkouts: Path, names: list[str]) -> Iterator[tuple[str, Foreign]]
 def verdict(compared: Compared) -> str:
     """Return `exact`, `marked` or `DIFFERENT`. A difference of less than 64 bytes does not count.
 
-    A compiler computes a repeated subexpression once, but a plan counts it each time. So the sum of
-    a scalar may be counted several times.
+    A compiler computes a repeated subexpression once, but a plan counts each occurrence. So a plan
+    may count the sum of a scalar several times.
     """
     differ = any(abs(planned - sent) >= 64 for planned, sent in compared.differences.values())
     if not differ:

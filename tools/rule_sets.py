@@ -1,4 +1,4 @@
-"""Import published lists of logical axis rules, and compare their specs with their libraries'.
+"""Compare the specs of imported lists of logical axis rules with those that the libraries give.
 
     python tools/rule_sets.py CHECKOUTS [--write] [--random COUNT]
 

@@ -52,8 +52,8 @@ def assert_same_as_unsharded(
 
     `assert_same_as_unsharded(loss, params, batch, manager=pm)`. The function runs twice, jitted: on
     the sharded arguments, then on copies on one device under the same rules. Gradients are compared
-    too: those of a weighted sum of all floating-point results, with fixed weights, with respect to
-    each floating-point argument.
+    too: the gradients of a weighted sum of all floating-point results, with respect to each
+    floating-point argument. The weights are fixed.
 
     Args:
       f: the function. The function must use the ambient manager or mesh, not a manager or a mesh of
