@@ -229,7 +229,7 @@ def test_zero1_is_explained() -> None:
     assert resolution.notes == ('zero1 = "dp | -"   ([policy]): dp on dim 0 EMBED',)
     assert resolution.to_json()["dims"][0]["zero1"] == ["dp"]
     assert explain(KERNEL, (4, 2), zero1="dp | -").notes == (
-        'zero1 = "dp | -"   ([policy]): no dim also divides over dp',
+        'zero1 = "dp | -"   ([policy]): no dim can also be divided over dp',
     )
     assert explain(KERNEL, (4, 2), zero1="fsdp").notes == (
         'zero1 = "fsdp"   ([policy]): the parameter is already sharded over fsdp',
@@ -248,7 +248,7 @@ def test_zero1_that_no_dim_fits() -> None:
     ) as caught:
         explain(KERNEL, (4, 2), zero1="dp", path="0/mu/w").require()
     assert str(caught.value).splitlines() == [
-        ("0/mu/w: no dim also divides over dp: 4 over fsdp=4, dp=2; 2 over tp=2, dp=2"),
+        ("0/mu/w: no dim can also be divided over dp: 4 over fsdp=4, dp=2; 2 over tp=2, dp=2"),
         '  rule  zero1 = "dp"   ([policy])',
         (
             '  fix   end zero1 in a fallback, zero1 = "dp | -", which shards such state like its '

@@ -164,7 +164,7 @@ class Manager:
                 "pickle the Strategy, and build the manager where it is used"
             )
         if self.effect is not CONSTRAIN:
-            raise TypeError("the manager of a plan cannot be pickled: pickle the one it plans for")
+            raise TypeError("the manager of a plan cannot be pickled: pickle the original manager")
         fields = {"mode": self.mode, "name": self.name, "options": self.options}
         return _built, (type(self), self.rules, self.mesh, fields)
 

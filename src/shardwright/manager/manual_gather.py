@@ -162,7 +162,7 @@ def _not_split(use: Resolution, decision: DimDecision, axis: str) -> Problem:
         f"{axis} is Manual here, and the value does not vary over it, "
         "but the used weight is sharded over it",
         mesh_axes=(axis,),
-        fix=f"give the weight to shard_map split over {axis}, or annotate the dim EMPTY",
+        fix=f"pass the weight to shard_map with a spec over {axis}, or annotate the dim EMPTY",
     )
 
 

@@ -180,7 +180,7 @@ def global_array(
         sizes = tuple(map(as_integer, global_shape)) if isinstance(global_shape, Sequence) else ()
         if len(sizes) != local.ndim or None in sizes:
             what = f"global_shape={global_shape!r}, and the local array has the shape {local.shape}"
-            fix = "pass one integer per dim, or leave it out"
+            fix = "pass one integer per dim, or omit global_shape"
             raise ShardingError(what, path="global_shape", fix=fix)
     resolution = manager.answer(ShardingRequest(annotation, global_shape, mode))
     if ShapeRequiredError in {problem.error for problem in resolution.problems}:

@@ -351,7 +351,7 @@ def _not_a_shard(
         ways = " or ".join("+".join(axes) for axes in fits)
         what = f"local size {local} of {decision.size} is a shard over {ways}"
         fix = (
-            "give the weight to shard_map split over all mesh axes that store it, "
+            "pass the weight to shard_map with a spec over all mesh axes that store it, "
             "or use check_vma=True"
         )
     else:
@@ -359,7 +359,7 @@ def _not_a_shard(
         what += f" over {'+'.join(over)}" if over else ""
         fix = (
             "pass the weight's global shape as shape=, "
-            "and give the weight to shard_map split as it is stored"
+            "and pass the weight to shard_map with its stored spec"
         )
     return dim_problem(RankMismatchError, stored, decision, what, size=local, fix=fix)
 

@@ -36,8 +36,8 @@ _FIX: Final = (
 )
 
 _ABSENT: Final = (
-    "enter it in every process of its mesh at the same time, for instance by `with pm: pass` "
-    "directly after building it, or pass agree=False to the manager"
+    "enter the manager in every process of its mesh at the same time, for instance by "
+    "`with pm: pass` directly after building it, or pass agree=False to the manager"
 )
 
 

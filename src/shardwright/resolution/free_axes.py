@@ -43,7 +43,7 @@ class _Addition:
 _ZERO1: Final = _Addition(
     key="zero1",
     only_free=False,
-    none="no dim also divides",
+    none="no dim can also be divided",
     then="such state like its parameter",
 )
 _LARGEST_DIM: Final = _Addition(
@@ -222,7 +222,7 @@ def _first_fitting(
         # size. `zero1` does not have this problem: it takes the first dim that divides, and along a
         # Manual mesh axis every dim divides.
         if manual := [axis for axis in free if axis in array.manual]:
-            what += f", and inside shard_map over {'+'.join(manual)} they are local"
+            what += f", and inside shard_map over {'+'.join(manual)} the sizes are local"
             fix = "use gather, which finds the global shape or takes it as shape=, or annotate "
             fix += "the value as an activation"
             able = [dataclasses.replace(decision, size=None) for decision in able]

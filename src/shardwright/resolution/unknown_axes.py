@@ -133,7 +133,7 @@ def missing_entry_fix(name: str, sizes: Iterable[str]) -> str:
     names = list(sizes)
     hint = did_you_mean(PARALLELISM_AXES.get(name, name), names)
     logical = (
-        "write the axes themselves, such as (EMBED, MLP_INTERMEDIATE), or translate flax's with "
-        "flax.linen.logical_to_mesh"
+        "write the axes themselves, such as (EMBED, MLP_INTERMEDIATE), or translate flax's names "
+        "with flax.linen.logical_to_mesh"
     )
     return hint or f"name a mesh axis: the mesh has {', '.join(names)}. For logical names {logical}"
