@@ -218,7 +218,7 @@ def find_smaller_rules(
       manager: A manager of the strategy, with mesh and mode.
       state: The bytes of the program's state, with the rules that replicate it.
       plan: Plans the program under a manager, and returns the bytes that a device needs.
-      below: Bytes that a device may need with the changes.
+      below: A change counts only if a device needs fewer bytes than this.
 
     Returns:
       None if no change with which the program can be planned needs fewer bytes than `below`.

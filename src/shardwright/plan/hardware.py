@@ -100,8 +100,8 @@ class Chip:
       domain: Largest number of GPUs that NVLink, Infinity Fabric or PCIe joins. 0 for TPUs.
       links: Links of one device inside a domain.
       nvlink: Whether the links of a domain are faster than PCIe.
-      switched: Whether a switch gives each pair of devices all links.
-      switch_sums: Whether the switch adds up all-reduces inside a domain (NVLink SHARP).
+      switched: Whether a switch lets each pair of devices use all links.
+      switch_sums: Whether the switch computes the sums of all-reduces in a domain (NVLink SHARP).
       pool_share: `hbm_bytes` as a share of the device's memory: the pool that JAX allocates.
       workspace: Bytes of the pool that XLA gives to cuBLAS.
       networks: Network between domains -> bytes per second that one device sends over it.
@@ -156,8 +156,8 @@ class Topology:
       chip: Kind of the chips.
       shape: Chips along each side; for GPUs, the number of devices in a domain.
       slices: Number of such slices or domains.
-      crossing: The part of each mesh axis that crosses slices, as `dcn` of a mesh. Empty means that
-        the slices split the first of pp, dp and fsdp that they can.
+      crossing: The part of each mesh axis that crosses slices, as `dcn` of a mesh. If it is empty,
+        `default_dcn` splits pp, dp or fsdp over the slices.
       network: Name of the network between domains, if the text of the topology gives one.
     """
 

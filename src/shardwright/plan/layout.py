@@ -23,7 +23,8 @@ from shardwright.plan.collectives.collective import Kind, ring_bytes
 from shardwright.plan.hardware import Topology
 from shardwright.vocabulary.shown import data_of
 
-# XLA runs these collectives in two steps: in each slice, then each device's part between slices.
+# XLA runs these collectives in two steps: inside each slice, and between slices. In the second
+# step, each device sends only its own part.
 _SHARED: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 
 

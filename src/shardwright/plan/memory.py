@@ -69,7 +69,7 @@ class LeafBytes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TreeBytes:
-    """Bytes of a tree: one entry per array, in flattening order, and their sums. Print it.
+    """Bytes of a tree: one entry per array, in flattening order, and sums. `print` shows a table.
 
     Arrays in host memory count in `total` and in `host_per_device` only.
     """
@@ -116,7 +116,7 @@ class TreeBytes:
         return TreeBytes(leaves=tuple(leaf for leaf in self.leaves if compiled.search(leaf.path)))
 
     def most_replicated(self) -> TreeBytes:
-        """Return the arrays that have replicated bytes, the largest number first."""
+        """Return the arrays that have replicated bytes, those with the most bytes first."""
         leaves = sorted(
             (leaf for leaf in self.leaves if leaf.replicated), key=lambda leaf: -leaf.replicated
         )

@@ -77,7 +77,7 @@ class Program:
     any_mesh: bool = False
 
     def __post_init__(self) -> None:
-        """Check the shapes, and count the positions of donated arguments from the front."""
+        """Check the shapes, and make negative positions of donated arguments positive."""
         if not isinstance(self.shapes, tuple):
             raise StrategyError(
                 f"shapes is a {type(self.shapes).__name__}, not a tuple with an entry per argument",
@@ -374,7 +374,7 @@ def _check_weights(manager: Manager, traced: Trace, program: Program) -> None:
     for argument, arrays in differing.items():
         more = f" and {len(arrays) - _NAMED} more" if len(arrays) > _NAMED else ""
         what = f"argument {argument} is annotated like an input, but the program uses it as a "
-        what += f"weight, which is stored otherwise: {', '.join(arrays[:_NAMED])}{more}"
+        what += f"weight, which has another sharding: {', '.join(arrays[:_NAMED])}{more}"
         problems.append(Problem(error=StrategyError, what=what, fix=fix))
     raise_problems(problems)
 
@@ -385,7 +385,7 @@ def _with_gather(
     """Return choices, with a fix that names `gather` where a weight may compete for a mesh axis.
 
     If a program does not gather a weight that the policy would gather, the weight is still sharded
-    over these mesh axes in the matmul.
+    over the mesh axes of `policy.gather` in its matmul.
     """
     stored = {
         axis
@@ -441,7 +441,7 @@ def _counted_arrays(
         shown = ", ".join(path or "the argument itself" for path in paths[:_NAMED])
         more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
         what = f"argument {argument} holds {held}, but {count} neither an annotation nor a sharding"
-        fix = f"{_ANNOTATE.get(held, 'annotate it in specs=')}, or call it inputs in holds="
+        fix = f"{_ANNOTATE.get(held, 'annotate it in specs=')}, or write inputs for it in holds="
         problems.append(Problem(error=StrategyError, what=f"{what}: {shown}{more}", fix=fix))
     raise_problems(problems)
     return arrays

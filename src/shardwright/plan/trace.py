@@ -164,7 +164,7 @@ class Recorder:
       typed: Whether the mesh has Explicit axes. If it has, the trace also keeps the constraints,
         because these decide the types of later values. The requests of the constraints are recorded
         too.
-      answers: The recorded requests, of all modes of a manager.
+      answers: The requests that were recorded, under all modes of a manager.
     """
 
     typed: bool = False

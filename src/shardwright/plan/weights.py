@@ -14,8 +14,8 @@ from shardwright.plan.annotate import Annotation, annotate_axes_p
 from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.axes import Role
 
-# Primitives whose result has the dims of its operand. On an Explicit mesh, the constraint of
-# `gather` comes before its annotation.
+# Primitives whose result has the dims of its operand. They include constraints, because on an
+# Explicit mesh `gather` constrains the weight before it annotates it.
 _SAME: Final = frozenset({"convert_element_type", "sharding_constraint", "reshard"})
 
 

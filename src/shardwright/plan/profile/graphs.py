@@ -21,7 +21,7 @@ from shardwright.plan.collectives.hlo import Instruction, Module
 from shardwright.plan.profile.recording import TimedOp
 
 _GRAPH: Final = re.compile(r"command_buffer[\d_.]*")
-# Opcodes that are no node of a CUDA graph, because they run nothing.
+# Opcodes that have no node in a CUDA graph, because they run nothing.
 _NO_NODE: Final = frozenset(
     ("get-tuple-element", "bitcast", "parameter", "tuple", "constant", "after-all", "opt-barrier")
 )
@@ -38,7 +38,8 @@ def named_kernels(operations: Sequence[TimedOp], module: Module) -> list[TimedOp
     for each in operations:
         if each.node >= 0 and _GRAPH.fullmatch(each.op):
             graphs[each.op][each.launch].append(each)
-    # A profile may lack a part of the first or last launch, so take the launch with most kernels.
+    # A profile may lack a part of the first or last launch of a graph, so take the launch with the
+    # most kernels.
     names = {
         graph: _names(max(launches.values(), key=len), module) for graph, launches in graphs.items()
     }

@@ -236,7 +236,7 @@ def _count_runs(timeline: DeviceOps, ops: ProgramOps) -> int:
     )
     if not counted:
         raise ProgramError(
-            "no operation in the profile is one of its program",
+            "the profile has no operation of the program",
             fix="record the profile again; jax.profiler.ProfileOptions may leave operations out, "
             "and so do "
             "CUDA graphs: XLA_FLAGS=--xla_gpu_enable_command_buffer= runs a program without them",

@@ -133,7 +133,7 @@ def _send_op(collectives: list[Collective], home: Mapping[str, Computation]) -> 
         scale = collective.logical_bytes / max(sum(sizes), 1)
         parts += [round(size * scale) for size in sizes]
     first = collectives[0]
-    # Only combined reduce-scatters share a fusion, and these have one group of devices.
+    # Only combined reduce-scatters share a fusion, and all of these run over the same mesh axes.
     whole = dataclasses.replace(
         first,
         logical_bytes=sum(each.logical_bytes for each in collectives),

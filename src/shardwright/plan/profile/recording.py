@@ -1,7 +1,7 @@
 """Read the files of a JAX profile: the compiled programs, and when their operations ran.
 
 A file is an `XSpace` of XLA's `xplane.proto`. `jax.profiler.ProfileData` reads its planes, lines
-and events, but not the plane that has the programs, so these are read from the bytes.
+and events, but not the plane that has the programs. So the programs are read from the bytes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Recording:
 
     Attributes:
       programs: Name of each program -> the program, as a serialized `HloModuleProto`. If several
-        programs have the same name, their ids are added to it: `jit_step(12)`.
+        programs have the same name, their ids are added to their names: `jit_step(12)`.
       platforms: Name of each program that ran -> `cpu`, `gpu` or `tpu`.
       timelines: Name of each program that ran -> when its operations ran.
     """

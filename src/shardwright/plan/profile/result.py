@@ -17,7 +17,7 @@ from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 def layout_on(report: PlanReport, platform: str) -> Layout | None:
     """Return the layout of a plan if its slice is of a platform, else None.
 
-    A program may be profiled on CPUs and planned for TPUs, and their rates differ.
+    A program may be profiled on CPUs and planned for TPUs, which have other rates.
     """
     layout = report.layout
     return layout if layout and layout.topology.platform == platform else None

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from shardwright.strategy.model import Strategy
 
 # Number of programs that are walked by default. The walks take 20 seconds for a decoder. On
-# 2xv5p:4x4x4, 16xh100:8 and 4xgb200:72, a walk of all candidates of an 8B decoder found the ten
-# best among these programs.
+# 2xv5p:4x4x4, 16xh100:8 and 4xgb200:72, all candidates of an 8B decoder were walked once: the ten
+# best were among the programs that are walked by default.
 WALKS: Final = 40
 _TOO_LARGE: Final = "does not fit"
 _TOO_LARGE_ON_HOST: Final = "does not fit into the memory of the host"
@@ -264,7 +264,7 @@ class _Search:
       progress: Called for each candidate.
       traces: Mode -> its traces, each with its annotations.
       single: Mode -> the trace on one device with its annotations, for programs with `any_mesh`.
-      shared: Modes whose single trace fits every candidate.
+      shared: Modes that have one trace which fits every candidate.
       walks: Key of a walked program -> its plans by mode. Candidates that differ only in the order
         of axes share them.
       flops: Upper bound of the operations of all devices, by mode.

@@ -94,15 +94,15 @@ def read_vary(
         if key.startswith(MESH):
             raise StrategyError(
                 f"{key} is varied, but a search tries every mesh",
-                fix=f"leave {key} out; axes name the mesh axes that may vary, and a pin fixes a "
-                "size",
+                fix=f"leave {key} out: axes= names the mesh axes that may vary, and a pin fixes "
+                "the size of one",
             )
         vary[key] = tuple(values)
     return vary
 
 
 def _checked_key(text: str) -> str:
-    """Return a key in one spelling: axes as in files, and rules without their table.
+    """Return a key in its usual spelling: an axis as in files, a rule without `rules.`.
 
     Raises:
       StrategyError: No key of a strategy file has this form.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TRAIN: Final = ("fsdp_tp", "fsdp_tp_sp")
 SERVE: Final = ("serve_tp", "serve_long_context")
 EXPERTS: Final = "moe_ep"
-MOST: Final = 20_000  # largest number of candidates, which take two to three minutes
+MOST: Final = 20_000  # largest number of candidates; to judge so many takes two to three minutes
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
@@ -200,7 +200,7 @@ class Space:
 
 
 def _that_apply(strategy: Strategy, chosen: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Return each combination of settings once; without `[pipeline]` if the strategy has none."""
+    """Return each combination once, without pipeline settings if the strategy has no pipeline."""
     found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
     for settings in chosen:
         has_pipeline = strategy.pipeline.schedule or "pipeline.schedule" in settings

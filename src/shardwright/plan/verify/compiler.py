@@ -324,7 +324,7 @@ def _compile(
         # `subprocess` returns the number of a signal as a negative status.
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-            fix = "the machine may be out of memory: free some, or scan over layers"
+            fix = "the machine may be out of memory: free some memory, or scan over layers"
         else:
             how = f"ended with status {code}: {last:.300}"
             fix = "check that the environment of this Python can compile for the target"

@@ -158,7 +158,7 @@ def _known_reasons(
     """Yield the reasons whose numbers of bytes can be computed from the collectives."""
     if gathers := [each for each in collectives if each.gathers and each.kind is Kind.ALL_REDUCE]:
         yield _reason(
-            "all-reduces that sum slices into zeros: gathers that send twice the bytes",
+            "gathers are all-reduces that sum slices into zeros, and send twice the bytes",
             gathers,
             sum(map(_wire, gathers)) // 2,
         )

@@ -20,7 +20,7 @@ class GpuModel:
       capability: CUDA compute capability.
       cores: Streaming multiprocessors.
       clock_ghz: Clock rate.
-      memory: Bytes of memory. XLA schedules and rematerializes for this number.
+      memory: Bytes of memory. XLA schedules and rematerializes so that a program fits into it.
       memory_rate: Bytes per second.
       l2_cache: Bytes of the L2 cache.
       fpus: Units for float32 in one core.

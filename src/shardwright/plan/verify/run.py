@@ -82,9 +82,9 @@ def verify_plan(
 ) -> Verification:
     """Plan a program, compile it for its target in a worker process, and compare both.
 
-    This needs no devices of the target. To compile for TPUs, it needs libtpu, which the extra
-    `tpu-aot` installs; to compile for GPUs, a CUDA plugin of JAX. A compile for CPUs shows the
-    sharding only: its bytes and its memory differ from those of a TPU.
+    No device of the target is needed. A compile for TPUs needs libtpu, which the extra `tpu-aot`
+    installs. A compile for GPUs needs a CUDA plugin of JAX. A compile for CPUs shows the sharding
+    only: its bytes and its memory differ from those of a TPU.
 
     Args:
       manager: Strategy, mesh and mode.

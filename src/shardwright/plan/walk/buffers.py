@@ -103,7 +103,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         for value, aval, later in zip(values, step.results, step.wanted, strict=True)
     ]
     if step.name == "dynamic_update_slice" and step.values[0].free and births[0] is not None:
-        # XLA may pad a slice's gradient in the kernel that adds it. Then it takes no memory.
+        # If XLA pads a slice's gradient in the kernel that adds it, the gradient takes no memory.
         births[0].min_bytes = 0
     if step.name == "dot_general":
         single = with_one_row(step.equation, [{0}, {1}])
@@ -259,13 +259,13 @@ def _shard_sums(step: PlanStep, births: Sequence[Buffer | None]) -> None:
 
 
 def _parts(step: PlanStep, results: Sequence[ShardedValue]) -> int:
-    """Return the bytes of the parts that a matmul adds up while it sends other parts, or 0.
+    """Return the bytes of the parts that a collective matmul holds, or 0 for another equation.
 
     Compilers for TPUs run a matmul and the reduce-scatter of its result as one loop (collective
     matmul) if the matmul takes long enough, see `_MIN_FLOPS`. The loop sends both ways along the
-    ring. For each direction it holds two parts that it multiplies, one that it sends and one that
-    it receives. The parts are added where the result is read, so some are still in memory during
-    the next matmul, see `_hold_parts`.
+    ring. For each direction, the loop holds four parts of the result: two that it multiplies, one
+    that it sends and one that it receives. The parts are added where the result is read, so some of
+    them are still in memory during the next matmul, see `_hold_parts`.
     """
     if step.name != "dot_general" or step.wanted[0] is None or not step.ledger.tiled:
         return 0

@@ -24,8 +24,8 @@ from shardwright.plan.walk.values import (
     with_kept,
 )
 
-# Number of walks over the body of a scan that find the shardings of its carries. The first walk may
-# change the sharding of a carry, and the second walk starts with that sharding.
+# How often the body of a scan is walked to find the shardings of its carries. The first walk may
+# change the sharding of a carry, and the second walk starts with the changed sharding.
 _ROUNDS = 2
 _CARRY: Final = "constrain the first value of the carry as the body does, with shard(...)"
 _SUMMED: Final = "constrain the sum in the loop's body like its use after the loop, with shard(...)"

@@ -39,7 +39,8 @@ def demands(
     demands_by_variable: Demands = {}
 
     def ask(variable: Any, dims: Dims | None) -> None:
-        # Equations are read from the end, so the demand of the last use stays.
+        # Equations are read from the end. If several uses of a variable have a demand, keep that of
+        # the last use.
         if dims is None or isinstance(variable, Literal) or variable in demands_by_variable:
             return
         if len(dims) == len(variable.aval.shape):

@@ -23,7 +23,7 @@ class Buffer:
       kind: Its kind: a category of arguments, `loops`, `temporary` or `results`.
       operands: If a compiler may fuse the value: the buffers from which each use computes the
         value. None if a compiler may not fuse it.
-      cheap: Whether it is fused even if it has several uses, such as a conversion or a reshape.
+      cheap: Whether it is fused even if it has several uses, as conversions and reshapes are.
       min_bytes: Fewest bytes of it that must be in memory at one time: less than `size` if a
         compiler may send or sum the value part by part.
       costly: Whether computing it again needs an exponential, a logarithm or a similar function.
@@ -135,7 +135,7 @@ class Entry:
       births: Buffers of its results.
       in_place: Buffers that it reads and may overwrite.
       inner: Peak of the jaxpr that it runs.
-      loop: Whether it is a loop. Its operands are not fused into it.
+      loop: Whether it is a loop. Operands are not fused into loops.
       matmul: Whether it is a matmul.
       moved: Bytes of those operands that it first moves to another sharding, after the move.
       parts: If it is a collective matmul: the fewest bytes of its result's parts that are in

@@ -45,7 +45,7 @@ def live_equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def count_uses(equations: Iterable[Any], results: Iterable[Any]) -> Counter[Any]:
-    """Count the uses of each variable. A use is an operand of an equation, or a result."""
+    """Count the uses of each variable: as operands of equations, and as results of the jaxpr."""
     used = [variable for equation in equations for variable in equation.invars]
     return Counter(variable for variable in (*used, *results) if not isinstance(variable, Literal))
 
@@ -122,7 +122,7 @@ def called_jaxpr(equation: Any) -> Any | None:
 
 
 def run_bodies(equation: Any) -> Sequence[Body]:
-    """Return the jaxprs that an equation may run: one branch only of a `platform_dependent`."""
+    """Return the jaxprs that an equation may run. A `platform_dependent` runs only one branch."""
     found = bodies(equation)
     platforms = equation.params.get("branches_platforms") if len(found) > 1 else None
     if platforms is None:

@@ -181,7 +181,7 @@ def _joined(entries: Sequence[Entry], needed: Container[Buffer]) -> set[Buffer]:
 def _reach(entries: Sequence[Entry]) -> dict[Buffer, int]:
     """Return, for each buffer, the last equation that reads it.
 
-    An equation also reads the buffer if it reads a value that is computed elementwise from it.
+    An equation that reads a value computed elementwise from the buffer counts as a reader, too.
     """
     reach: dict[Buffer, int] = {}
     for at in range(len(entries) - 1, -1, -1):
@@ -273,12 +273,13 @@ def _is_at_hand(buffer: Buffer, fused: set[Buffer], reach: Mapping[Buffer, int])
 def _in_one_kernel(buffer: Buffer, *, min_row_bytes: int = 0) -> bool:
     """Tell whether a TPU may compute a value in the kernel of the matmul that the value reads.
 
-    The kernel then has whole rows of the matmul, as for a softmax. The kernel keeps two copies of
-    the operand that every row needs, in order to read ahead.
+    The kernel then has whole rows of the matmul's result, as a softmax needs. The kernel keeps two
+    copies of the operand that every row needs, in order to read ahead.
 
     Args:
       buffer: The value.
-      min_row_bytes: Fewest bytes of that operand. With 0, the value need not start with a matmul.
+      min_row_bytes: Fewest bytes of the operand that every row needs. With 0, the value need not
+        be computed from a matmul.
     """
     starts = roots(buffer)
     return all(min_row_bytes <= 2 * each.row < _KERNEL and not each.turned for each in starts)
@@ -290,7 +291,7 @@ def roots(buffer: Buffer) -> list[Buffer]:
 
 
 def held(buffer: Buffer, fused: set[Buffer]) -> list[Buffer]:
-    """Return the buffers that a use of a buffer reads: itself, or its operands if it is fused."""
+    """Return what a use of a buffer reads: the buffer, or the operands of a fused buffer."""
     # A shortcut for most buffers: this function runs for every use, in each way of fusing.
     return _closest(buffer, lambda each: each not in fused) if buffer in fused else [buffer]
 

@@ -76,7 +76,8 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
     lookup = _lookup(step, pairs, adds=True)
     if made and step.name in _COMBINES and lookup is not None and shared_axes(lookup, held):
         return [_partitioned(step, lookup, held, value.origins)]
-    # Each device adds its rows to its own copy, as in `PartitionScatterIndexPassthroughDimensions`.
+    # Each device adds its rows to its own copy of the operand, as XLA does in
+    # `PartitionScatterIndexPassthroughDimensions`.
     owed = frozenset(axis for at in rows for axis in update.dims[at]) - value.mesh_axes
     targets = list(_targets(value.dims, update.dims, pairs))
     if step.name in _COMBINES and owed:
@@ -92,8 +93,8 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
         step.doubt({axis for at in written for axis in value.dims[at]}, _WRITES)
     if not update.free:
         step.move(2, tuple(targets))
-    # XLA moves only sharded indices. If an index has several coordinates, XLA moves it earlier,
-    # before it joins the coordinates.
+    # XLA moves only sharded indices. If each index has several coordinates, XLA moves the indices
+    # earlier, before it joins their coordinates.
     if update.free or (not made and step.avals[1].shape[-1] == 1):
         windows = step.parameters["dimension_numbers"].update_window_dims
         if not step.whole(1).free:

@@ -144,11 +144,11 @@ class Ledger:
         return tuple(-(-size // shards(axes, self.sizes)) for size, axes in pairs)
 
     def local_bytes(self, aval: Any, dims: Dims) -> int:
-        """Return the bytes of a value on one device: none if it is on the host."""
+        """Return the bytes of a value on one device, 0 if the value is on the host."""
         return 0 if on_host(aval) else self._bytes(aval, dims)
 
     def host_bytes(self, aval: Any, dims: Dims) -> int:
-        """Return the bytes of a value on the host, for each device: none if it is on the device."""
+        """Return the bytes of a value on the host, for each device; 0 if it is not on the host."""
         return self._bytes(aval, dims) if on_host(aval) else 0
 
     def _bytes(self, aval: Any, dims: Dims) -> int:
@@ -215,7 +215,7 @@ class Ledger:
                 for dim, goal in zip(current, dims, strict=True)
             ]
         for dim, goal in zip(current, dims, strict=True):
-            # The slices come before the all-reduce, which then adds up less.
+            # The slices come before the all-reduce, which then adds up fewer bytes.
             owed = value.owed - scattered
             dim += [
                 axis
@@ -266,7 +266,7 @@ class Ledger:
         return False
 
     def _is_padded(self, aval: Any, dims: Dims, scattered: frozenset[str]) -> bool:
-        """Tell whether a TPU may add a matrix in another way than by a reduce-scatter.
+        """Tell whether a TPU may sum a matrix in another way than by a reduce-scatter.
 
         A TPU pads parts that are not whole tiles, and then permutes their edges. It may also lay
         out narrow rows along the sublanes.

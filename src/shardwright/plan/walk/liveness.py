@@ -131,7 +131,7 @@ class Timeline:
         """
         # From here, the position of an equation is its time, in `_last` and `_Alive` too.
         self._entries, self._after = self._in_order(), {}
-        # A stacked value that is also the next carry has memory beside the stack.
+        # A stacked value that is also the next carry needs memory of its own beside the stack.
         stacked = frozenset(written) - frozenset(results)
         reads = find_reads(self._entries, results, stacked)
         ways = {

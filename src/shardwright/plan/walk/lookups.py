@@ -85,7 +85,7 @@ class LookupMove:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Level:
-    """Shardings of the three arrays at one level, and the mesh axes that still group no devices."""
+    """Shardings of the three arrays at one level. `free`: mesh axes not yet used for groups."""
 
     dims: Mapping[Name, Dims]
     free: frozenset[str]
@@ -101,7 +101,7 @@ class _Level:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Option:
-    """One method at one level: the mesh axes by which it groups, and the next level."""
+    """One method at one level: the mesh axes by which it groups devices, and the level after."""
 
     group: frozenset[str]
     after: _Level
@@ -137,8 +137,8 @@ def _partition(lookup: Lookup, level: _Level, moves: list[LookupMove]) -> bool:
         moves += [each for n in operands for each in _route(n, level.dims[n], whole[n])]
         moves.append(LookupMove(name=result, held=whole[result], goal=level.dims[result]))
         return True
-    # XLA takes the cheapest option: `GatherPartitionMethodsOrderedByCost`, same for scatters. If
-    # several options have this cost, `min` keeps the option that is first in XLA's list.
+    # XLA takes the cheapest option (`GatherPartitionMethodsOrderedByCost`, and a function like it
+    # for scatters). If several options have this cost, `min` keeps the first one in XLA's order.
     chosen = min(options, key=lambda option: _cost(lookup, level, option))
     after = chosen.after
     changed = [name for name in _NAMES if name != result]
@@ -263,7 +263,7 @@ def _freed(lookup: Lookup, level: _Level, name: Name, group: frozenset[str]) -> 
 
 
 def _cost(lookup: Lookup, level: _Level, option: _Option) -> tuple[float, float]:
-    """Return the bytes of the largest operation of a method, and the bytes that it sends.
+    """Return the bytes of the largest operation of a method, and the bytes that the method sends.
 
     XLA estimates both as if every array were replicated among the devices of a group.
     """

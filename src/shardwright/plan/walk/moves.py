@@ -57,7 +57,7 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> ValueMove:
       and appends them to the other dim. If their order is then not that of `goal`, a permute
       follows. If mesh axes change places between three dims, XLA gathers these dims instead.
     * A mesh axis that is removed needs an all-gather. Dims are gathered one by one, the last dim
-      first. If a mesh axis that stays follows the removed one in its dim, a permute comes before
+      first. If the dim keeps a mesh axis that comes after the removed one, a permute comes before
       the all-gather.
     * If a mesh axis of a dim is replaced by another mesh axis, a permute of the smaller shards is
       needed.
@@ -221,7 +221,7 @@ def _entered(
 def _traded(
     left: str, entered: str, held: Dims, current: Dims, sizes: Mapping[str, int]
 ) -> ValueMove:
-    """Return the move if the mesh axis `entered` takes the place of `left` in a dim."""
+    """Return the move if the mesh axis `entered` replaces the mesh axis `left` in a dim."""
     both = {left, entered}
     permute = _transfer(Kind.PERMUTE, both, current, sizes)
     swapped = entered in axes_of(held)

@@ -28,7 +28,8 @@ from shardwright.plan.walk.liveness import Timeline
 
 # A tile of a TPU has 8 sublanes by 128 lanes, of 32 bits each.
 _LANES: Final = 128
-_LARGEST_FACTOR: Final = 113  # with a larger prime factor of tiles, nothing is cut, as measured
+# Measured: a sum is not cut if the number of its tiles has a larger prime factor.
+_LARGEST_FACTOR: Final = 113
 _SUBLANES: Final = 8
 _MATRIX: Final = 2
 

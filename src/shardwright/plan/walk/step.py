@@ -59,7 +59,7 @@ class Scope:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStep:
-    """One equation and the values that enter it.
+    """One equation and the values of its operands.
 
     Attributes:
       equation: The equation of the jaxpr.
@@ -116,7 +116,7 @@ class PlanStep:
 
     @property
     def place(self) -> EquationIds:
-        """The equation, by its id and the ids of the equations that contain its jaxpr."""
+        """The key of the equation: the ids of the equations that contain it, and its own id."""
         # JAX shares a jaxpr between equal calls, so several equations may have one id.
         return (*self.location.calls, id(self.equation))
 
@@ -173,7 +173,7 @@ class PlanStep:
     def move(self, at: int, dims: Dims, *, use: object = None) -> ShardedValue:
         """Move an operand to another sharding.
 
-        As in XLA, moves of one variable to one sharding for an equal use are merged.
+        As in XLA, two moves of a variable become one if they have the same sharding and use.
 
         Args:
           at: Position of the operand.

@@ -1,8 +1,8 @@
 """Shardings in the types of values. JAX writes the Explicit mesh axes of a value into its type.
 
 JAX lowers the type of each result to a constraint. So after each equation, the walk moves the
-results to the shardings of their types. A type does not say which collectives this needs; the rules
-of the primitives do. Types have no Auto mesh axes.
+results to the shardings of their types. A type does not say which collectives the move needs; the
+rules of the primitives do. Types have no Auto mesh axes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def _unreduced(avals: Iterable[Any]) -> frozenset[str]:
 def with_owed(step: PlanStep) -> PlanStep:
     """Mark operands as partial sums if the equation completes these sums. Return the step.
 
-    It completes the sums over mesh axes that are unreduced in the types of the operands, but not in
-    the types of the results. While a type is unreduced, equations run on the terms of the sum. A
-    reshard to a reduced type adds up the terms.
+    The equation completes the sums over mesh axes that are unreduced in the types of its operands,
+    but not in the types of its results. While a type is unreduced, equations run on the terms of
+    the sum. A reshard to a reduced type adds up the terms.
     """
     paid = _unreduced(step.avals) - _unreduced(step.results)
     if not paid:
