@@ -1,4 +1,4 @@
-"""Names and signatures of other libraries, one package or module for each library.
+"""Bridges to other libraries, and their names and signatures: one package or module for each.
 
 Code belongs here if programs written for another library call it by the names and signatures of
 that library, or if it reads the models or configurations of that library. Each package is complete

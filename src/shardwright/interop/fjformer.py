@@ -78,7 +78,7 @@ def _names(specs: Any) -> Iterable[str]:
             yield from _names(entry)
     elif isinstance(specs, PartitionSpec | NamedSharding):
         yield from _names((specs.spec if isinstance(specs, NamedSharding) else specs).partitions)
-    # This leaf is not a spec. Any other container, such as a dataclass, is flattened below.
+    # `specs` is a leaf, but not a spec. Other containers, such as dataclasses, are flattened below.
     elif jax.tree_util.all_leaves([specs]):
         raise StrategyError(
             f"{specs!r} of type {type(specs).__name__} is not a spec",
@@ -158,7 +158,7 @@ def _placement(
     kinds = (
         {} if ambient is None else dict(zip(ambient.axis_names, ambient.axis_types, strict=True))
     )
-    # Inside `shard_map` an array is already local along Manual axes.
+    # Inside `shard_map`, an array is already local along Manual axes.
     manual = frozenset(axis for axis, kind in kinds.items() if kind is AxisType.Manual)
     resolution = resolver.explain(
         spec, build_rules({}), mesh, shape=shape, path=path, manual=manual
@@ -249,7 +249,8 @@ def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> 
     gather function casts the array and returns all of its values as a NumPy array. If several
     processes hold the values, every process must call the function. `tree_apply(fns, tree)` calls
     all functions of a tree. The functions use the mesh that is current when they are created. If
-    there is none with devices, a function uses the mesh that is current when it is called.
+    this mesh has no devices, or there is no mesh, a function uses the mesh that is current when it
+    is called.
 
     Args:
       partition_specs: A tree of `PartitionSpec`s, or of `NamedSharding`s, which have a mesh.
@@ -370,7 +371,7 @@ def _to_host(cast: Cast, x: Any) -> np.ndarray:
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         from jax.experimental import multihost_utils
 
-        # Gather tiled: the result has the global shape, without a leading axis of processes.
+        # With `tiled=True`, the result has the global shape, without a leading axis of processes.
         x = multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
 
@@ -491,7 +492,7 @@ def wrap_function_with_rng(rng: Any) -> Callable[[Callable[..., Any]], Callable[
     def next_key() -> Any:
         nonlocal stored
         with lock:
-            # Inside a trace this returns tracers, even if the key is a constant of the trace.
+            # Inside a trace, `split` returns tracers, even if the key is a constant of the trace.
             following, key = jax.random.split(stored)
             if isinstance(following, jax.core.Tracer) and not isinstance(stored, jax.core.Tracer):
                 raise StrategyError(
@@ -515,7 +516,7 @@ def wrap_function_with_rng(rng: Any) -> Callable[[Callable[..., Any]], Callable[
 
 
 def get_metrics(metrics: Any, unreplicate: bool = False, stack: bool = False) -> Any:
-    """Move metrics to the host: a dict of floats, or with `stack` a dict of NumPy arrays.
+    """Move metrics to the host, as a dict of floats. With `stack`, as a dict of NumPy arrays.
 
     Args:
       metrics: A dict of scalars. With `stack`, a list with one dict per step; these dicts may be

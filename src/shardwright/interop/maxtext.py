@@ -79,7 +79,7 @@ DIFFUSION_NAMES: Names = {
     "conv_out": ("CHANNEL_OUT", "param"),
 }
 
-# The mesh axes of MaxText. If a rule names one of them and the mesh lacks it, it counts as size 1.
+# The mesh axes of MaxText. One that a rule names and the mesh lacks counts as an axis of size 1.
 _MESH_AXES = (
     *("attn_dp", "attn_dp_expert", "autoregressive", "context", "context_autoregressive"),
     *("context_usp_ulysses", "data", "diloco", "expert", "fsdp", "fsdp_transpose", "model"),
@@ -385,7 +385,7 @@ def _absent(merged: _MaxTextConfig, mesh: Mapping[str, int], notes: list[str]) -
 
 
 def _filled(across: Mapping[str, int], slices: int) -> dict[str, int]:
-    """Return the sizes across slices, without -1.
+    """Return the sizes across slices, with a number in place of -1.
 
     On one slice, all these sizes are 1, as in MaxText.
     """

@@ -1,4 +1,4 @@
-"""`AttentionMetadata`, the options of attention as one value, and `AttentionOutput`, the result.
+"""`AttentionMetadata` has the options of attention in one value; `AttentionOutput` is the result.
 
 Names and defaults are those of EasyDeL's attention operators.
 """
@@ -269,7 +269,7 @@ class AttentionMetadata:
         query = spec_of(joint.batch, joint.q_length, joint.heads)
         key = spec_of(joint.batch, joint.kv_length, joint.kv_heads)
         scores = (BATCH, BIAS_HEAD_SEQ, QUERY_LENGTH, BIAS_KV_SEQ)
-        # A bias has a row for each head and key, unless `sizes` says otherwise.
+        # A bias is assumed to have all heads and all keys, unless `sizes` says otherwise.
         known = {BIAS_HEAD_SEQ: known.get(HEAD, 0), BIAS_KV_SEQ: known.get(KV_LENGTH, 0), **known}
         known = {axis: size for axis, size in known.items() if size}
         bias, mask = (

@@ -161,7 +161,7 @@ class AttentionImpl(abc.ABC):
 
     @staticmethod
     def _split_attention_mask(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return two bool arrays: whether a query sees any key, and whether any query sees a key.
+        """Return whether each query sees any key, and whether each key is seen by any query.
 
         The mask has the shape `[..., q, kv]`.
         """

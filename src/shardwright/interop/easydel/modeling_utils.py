@@ -251,7 +251,7 @@ class DotGeneralClass:
 def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dict[str, Any]:
     """Return the arguments that make a flax layer compute its dot product on integers.
 
-    Use it as `nn.Dense(8, **get_dot_general_by_bits(8))`. The modes are:
+    Pass the arguments as in `nn.Dense(8, **get_dot_general_by_bits(8))`. The modes are:
 
     - train: quantizes both operands in every call, and does the same in the dot products of the
       gradients (straight-through). It does not need flax:

@@ -1,4 +1,4 @@
-"""Dot products of integers with 4 to 8 bits, one scale per channel, and exact sums.
+"""Quantized dot products: integers of 4 to 8 bits, one scale per channel, and exact sums.
 
     x ~ value * scale
     scale = max|x| / (2^(bits-1) - 1), with the maximum over the contracted dims
@@ -187,8 +187,8 @@ class _DotCall:
       dtype: Dtype of the result.
       dtypes: Dtypes of the operands; None for a quantized operand.
       out_sharding: Sharding of the result.
-      specs: For each operand, the entries of its spec if its mesh axes are Explicit, else None. Its
-        gradient must have the same spec.
+      specs: For each operand, the entries of its spec if its mesh axes are Explicit, else None. The
+        gradient of an operand must have the spec of the operand.
     """
 
     dims: _DotDims

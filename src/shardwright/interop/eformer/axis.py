@@ -72,7 +72,7 @@ class _Process:
 def registered_axes() -> Registered:
     """Return the axes that are registered now.
 
-    A manager keeps this snapshot from the time when it is built.
+    A manager takes this snapshot when it is built, and keeps it.
     """
     return tuple(_Process.axes.values())
 
@@ -187,7 +187,7 @@ class PartitionAxis(Attributes):
             mode.
           generation_axis_rule: The rule for decode and insert. By default it is derived from
             `axis_rule`.
-          override: Replace the rule of an existing axis.
+          override: Whether to replace the rule of an existing axis.
 
         Raises:
           StrategyError: The name is empty. Or the axis exists, and `override` is False.
@@ -247,9 +247,9 @@ class PartitionAxis(Attributes):
     def compile(
         self, *, policy: Policy | None = None, registered: Registered | None = None
     ) -> AxisRules:
-        """Return the frozen rules, with the given registered axes.
+        """Return the frozen rules of the attributes and of the registered axes.
 
-        By default, these are the axes that are registered now.
+        `registered` defaults to the axes that are registered now.
 
         Raises:
           StrategyError: A value is not a rule, or registered aliases form a cycle.

@@ -87,12 +87,12 @@ def annotate(model: Any, names: Names = NAMES) -> Any:
     haliax, an array without names is replicated.
 
     Args:
-      model: A tree with `NamedArray`s, or what `equinox.filter_eval_shape` returns for such a tree.
+      model: A model with `NamedArray`s, or its shapes from `equinox.filter_eval_shape`.
       names: Axis name in the model -> axis.
 
     Raises:
       UnknownAxisError: Arrays have names that are not in `names`; all are reported at once.
-      RankMismatchError: A field has `axis_names` for another number of dims.
+      RankMismatchError: The number of `axis_names` of a field is not the rank of its array.
       StrategyError: `names` is not empty, but no array of the model has axis names.
 
     >>> import haliax as hax, jax, shardwright as sw
@@ -169,7 +169,8 @@ def mappings(
 
     Args:
       pm: The manager.
-      names: Axis name in the model -> axis, or (axis, role) for one of the mappings only.
+      names: Axis name in the model -> axis, or (axis, role) if only the mapping of this role gets
+        the name.
       sizes: Axis name -> size, for rules that depend on the size; `sizes_of(model)` has them.
 
     Raises:

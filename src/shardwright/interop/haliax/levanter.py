@@ -1,8 +1,8 @@
 """Configurations of levanter: the mesh and the axis mappings of a trainer become a strategy.
 
-levanter need not be installed. Files are read with PyYAML (the extra `maxtext`). Newer versions
-have the mesh and both mappings in `trainer.mesh` (`MeshConfig`), older ones in keys of the trainer
-(`TrainerConfig`).
+levanter need not be installed. Files are read with PyYAML (the extra `maxtext`). Newer versions of
+levanter have the mesh and both mappings in `trainer.mesh` (`MeshConfig`). Older versions have them
+in keys of the trainer (`TrainerConfig`).
 """
 
 from __future__ import annotations
@@ -116,8 +116,9 @@ def to_strategy(
 ) -> Imported:
     """Turn the trainer of a configuration of levanter into a strategy with the same specs.
 
-    The mesh has the axes "replica", "data" and "model", as in levanter. Newer versions have the
-    mesh and the mappings in `trainer.mesh`. Keys outside of `trainer` are ignored.
+    The mesh has the axes "replica", "data" and "model", as in levanter. In the files of newer
+    versions, the mesh and the mappings are in `trainer.mesh`. Keys outside of `trainer` are
+    ignored.
 
     Args:
       config: A YAML file, or its content.

@@ -202,7 +202,7 @@ def read(
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is not a JSON object", fix=fix)
     sources: dict[str, Source] = dict(safetensors_of(path))
-    # Files that the index does not list, such as other variants.
+    # `others` are files that the index does not list, such as other variants of the weights.
     read = {source.file for source in sources.values()}
     others = [file.name for file in sorted(path.glob("*.safetensors")) if file.name not in read]
     notes = [f"not read: {', '.join(others[:10])}"] if others else []
@@ -414,9 +414,9 @@ def _stack_layers(
 def _groups(
     names: Iterable[str], pattern: re.Pattern[str], problems: list[Problem]
 ) -> dict[str, dict[int, str]]:
-    """Return the tensors of each stack as number -> name.
+    """Return the tensors of each stack: name of the stack -> number -> name of the tensor.
 
-    A name without a number is a group of its own.
+    A name without a number forms a group of its own.
     """
     groups: dict[str, dict[int, str]] = {}
     for name in names:

@@ -96,7 +96,7 @@ class Config:
         return None
 
     def number(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer."""
+        """Return the positive integer at a key, or `default` if the key is absent."""
         value = self.values.get(key)
         value = default if value is None else as_integer(value)
         if value is None or value < 1:

@@ -345,11 +345,11 @@ def _arranged(
     if len(names) > 1:
         parts = tuple(checkpoint.sources[name] for name in names)
         source = StackedSource(name=path, parts=parts, dtype=source.dtype)
-        # Several tensors of one parameter, such as gate and up, are stacked in front.
+        # Several tensors of one parameter, such as gate and up, are stacked along a new first dim.
         split.insert(0, [(EMPTY, len(names))])
     flat = [each for members in split for each in members]
     wanted = [axis for members in _members(spec) for axis, _ in members]
-    # A norm of heads has the axis NORM here, and the axis of the head dim in a checkpoint.
+    # A norm of heads has the axis NORM here, but the axis of the head dim in a checkpoint.
     axes = wanted if len(flat) == 1 else [axis for axis, _ in flat]
     if sorted(axes) != sorted(wanted):
         raise AssertionError(f"{path} has the axes {wanted}, and {names} have {axes}")

@@ -39,7 +39,8 @@ class Tensors:
       layers: Start of the names of the tensors of a layer, after the prefix.
       whole: Tensors outside the layers.
       layer: Tensors of a layer that every kind of layer has.
-      choices: Kinds of attention, and kinds of feed-forward blocks; a layer has one of each.
+      choices: All kinds of attention, and all kinds of feed-forward blocks. A layer has one kind of
+        each.
       parameters: Path of a parameter in a layer of the decoder -> the names of its tensors. If it
         has several tensors, they are stacked. `a | b` means a, or b if a is absent.
     """

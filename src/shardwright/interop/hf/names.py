@@ -42,9 +42,9 @@ def annotate(tree: Any, config: Mapping[str, Any], *, axes: Mapping[str, Any] | 
     head is split. The scales of a quantized weight are sharded like the weight.
 
     Args:
-      tree: Arrays or other values with a shape. The keys of nested dicts are joined to names such
-        as `model.layers.0.mlp.up_proj.weight`. Experts and layers may be stacked. The name of a
-        stack has no number.
+      tree: Arrays or other values with a shape. The keys of nested dicts are joined with dots to
+        names such as `model.layers.0.mlp.up_proj.weight`. Experts and layers may be stacked. The
+        name of a stack has no number.
       config: The content of `config.json`.
       axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
         is found in a name applies, even if the table of the family has that tensor.

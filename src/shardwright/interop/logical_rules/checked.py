@@ -1,7 +1,7 @@
 """The check of arrays that flax, nnx and haliax shard by rules of a manager.
 
 Each of these libraries maps names to mesh axes by a table without fallbacks. It silently replicates
-an array whose size does not divide. Some libraries also replicate a name that is not in the table.
+an array whose size does not divide. Some also replicate a dim whose name is not in the table.
 The libraries offer no hook, so `checked` wraps the one function of a library that reads the table.
 The wrapper checks an array only while a bridge has entered a `CheckedTable`.
 """
@@ -144,9 +144,9 @@ class CheckedTable:
         return None
 
     def _resolve(self, shape: Sequence[Any], dim: int, name: str) -> None:
-        """Raise the error of the resolver, if it raises one.
+        """Raise the error of the resolver, if the resolver raises one.
 
-        The resolver raises none if the rule has a fallback. nnx cannot use the fallback, so the
+        It raises no error if the rule has a fallback. nnx cannot use the fallback, so the
         caller then raises its own error.
         """
         target, manager = dict(self.names).get(name), context.current()

@@ -39,7 +39,7 @@ def read_rules(path: Path) -> tuple[list[Any], list[str]]:
     if not isinstance(rules, list):
         what = f"the file is not a list of rules, and has none under {RULES}"
         raise StrategyError(what, path=path.name, fix=f"write {RULES}: [[embed, fsdp]]")
-    # JSON is read without lines, so its rules have numbers as places.
+    # JSON is read without line numbers, so the place of a rule is its number in the list.
     places = [f"{path.name}[{at}]" for at in range(len(rules))]
     if len(lines) == len(rules):
         places = [f"{path.name}:{line}" for line in lines]
@@ -50,8 +50,9 @@ def read_rules(path: Path) -> tuple[list[Any], list[str]]:
 def read_replicated(values: Mapping[str, Any], rules: Sequence[Any], place: str) -> list[Any]:
     """Return a rule without mesh axes for each name under `replicated`.
 
-    A model may have names that no rule mentions, and libraries on flax replicate them. A misspelled
-    name looks the same, so the file must list the names that are replicated on purpose.
+    A model may have names that no rule mentions. Libraries that use flax replicate the dims of such
+    a name. A misspelled name looks the same, so the file must list the names that are replicated on
+    purpose.
 
     Raises:
       StrategyError: The value is not a list of names, or one of them has a rule.
@@ -86,7 +87,7 @@ def read_yaml(path: Path, key: str) -> tuple[Any, list[int]]:
         return value, []
     sequence = _yaml().SequenceNode
     lists = [node for name, node in root.value if name.value == key]
-    # If a key occurs several times, PyYAML keeps its last value.
+    # If a key occurs several times, PyYAML keeps the last value.
     entries = lists[-1].value if lists and isinstance(lists[-1], sequence) else []
     return value, [entry.start_mark.line + 1 for entry in entries]
 

@@ -72,7 +72,7 @@ class Imported:
                 hint = did_you_mean(str(name), list(self.names))
                 fix = f"{hint} add it to names=".strip()
                 raise UnknownAxisError(f"the name {name!r} has no rule", fix=fix)
-            # flax refuses a repeated name even where the name is replicated.
+            # flax refuses a repeated name, even if the dims of this name are replicated.
             is_flax = self.strategy.policy.conflict == "next"
             if is_flax and name is not None and name in names[: len(axes)]:
                 what, fix = f"the name {name!r} occurs twice", "give each dim its own name, or None"
@@ -117,7 +117,7 @@ def read_names(
         does.
 
     Raises:
-      StrategyError: A name has neither an axis nor a pair of an axis and a role.
+      StrategyError: A name is mapped to neither an axis nor a pair of an axis and a role.
       UnknownAxisError: Axes are neither in the vocabulary nor in `own_axes`; all are reported at
         once.
     """
@@ -160,7 +160,7 @@ def check_names(names: Any) -> None:
 
 
 def axis_in(target: Any) -> str:
-    """Return the axis of a value of `Names`, which is an axis, or an axis and a role."""
+    """Return the axis in a value of `Names`. The value is an axis, or an axis and a role."""
     axis: str = target if isinstance(target, str) else target[0]
     return axis
 

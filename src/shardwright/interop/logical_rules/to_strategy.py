@@ -210,7 +210,8 @@ def _read(rules: Any, sizes: Mapping[str, int], source: str | Sequence[str]) -> 
             problems.append(dataclasses.replace(fault, path=place))
             continue
         name, value = rule
-        # A rule without mesh axes ends the chain of its name: replicated, or left to the compiler.
+        # A rule without mesh axes is the last of its name. It replicates the dim, or leaves it to
+        # the compiler.
         end = UNCONSTRAINED if value is PartitionSpec.UNCONSTRAINED else REPLICATED
         pairs.append(_Pair(name=name, axes=entry_names(value), source=place, end=end))
     raise_problems(problems)

@@ -40,7 +40,7 @@ def bound(
     """Enter a manager, and let nnx create variables in the sharding of its strategy.
 
     nnx shards a variable when it is created, eagerly or in jit, and maps names by one table without
-    fallbacks. In `bound`, this table gives each name the first candidate of its rule that fits its
+    fallbacks. In `bound`, this table gives each name the first candidate of its rule that fits the
     size. If two dims of a variable then have one mesh axis in common, JAX raises an error. A note
     on this error lists the mesh axes of each name. The manager and the rules are part of JAX's
     cache keys.

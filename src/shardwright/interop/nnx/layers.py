@@ -118,7 +118,7 @@ class Norm(_Block):
     """A layer norm or an RMS norm of the last dim.
 
     Args:
-      config: Which norm.
+      config: The kind of the norm, and its options.
       size: Size of the last dim.
       dtypes: `param` is the dtype of the parameters, `output` that of the result.
       rngs: Random streams. `params` is for initialization.

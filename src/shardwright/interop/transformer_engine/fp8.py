@@ -135,7 +135,7 @@ NVTE_FP8_COLLECTION_NAME: Final = "fp8_metas"
 
 
 def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> Any:
-    """Return `original` with the entries of `new`; neither is changed.
+    """Return `original` with the entries of `new`. Neither argument is changed.
 
     Args:
       new: The entries that replace those of `original`.

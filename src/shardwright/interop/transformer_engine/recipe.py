@@ -21,7 +21,7 @@ from shardwright.layers.fp8.recipe import E4M3, E5M2, refuse_four_bits
 
 
 class Format(enum.Enum):
-    """A format of eight or four bits, forward and backward."""
+    """The formats of the matmuls. HYBRID means e4m3 forward and e5m2 for gradients."""
 
     E2M1 = "e2m1"
     E4M3 = "e4m3"
@@ -92,7 +92,7 @@ def read_recipe(recipe: Any) -> fp8.Recipe:
     """Return the recipe of `shardwright.layers.fp8` that corresponds to a recipe of this module.
 
     Args:
-      recipe: A recipe of this module. None for `DelayedScaling()`.
+      recipe: A recipe of this module. None means `DelayedScaling()`.
 
     Raises:
       LayerError: The value is not a recipe, the recipe has four bits, or a field has an unsupported
@@ -164,7 +164,7 @@ def autocast(
 
     Args:
       enabled: Whether to compute in fp8.
-      recipe: Which recipe. Ignored if not enabled. Defaults to `DelayedScaling()`.
+      recipe: The recipe, which is ignored if `enabled` is False. Defaults to `DelayedScaling()`.
       mesh_resource: The mesh axes of each kind of parallelism. Defaults to none.
 
     Raises:

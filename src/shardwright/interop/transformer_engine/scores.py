@@ -1,4 +1,4 @@
-"""Attention as TransformerEngine computes it without a fused kernel, on arrays alone.
+"""Attention as TransformerEngine computes it without a fused kernel, as functions on arrays.
 
 In a mask, 1 hides a pair of a query and a key. Everywhere else in shardwright, True means attend.
 """
@@ -172,7 +172,8 @@ def attend(
     dtype, groups = query.dtype, heads // kv_heads
     if config.float32_logits:
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-    # Query heads of one group are neighbors, so keys are not repeated.
+    # Query heads of one group are neighbors, so a reshape pairs them with their kv head, and keys
+    # need not be repeated.
     grouped = query.reshape(batch, q_length, kv_heads, groups, head_dim)
     # Use TransformerEngine's name, for remat policies that save by names.
     logits = checkpoint_name(jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key), "logits")

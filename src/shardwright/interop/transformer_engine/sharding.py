@@ -146,7 +146,7 @@ def global_mesh_resource() -> MeshResource:
     """Return the `MeshResource` that is set.
 
     Raises:
-      NoManagerError: None is set.
+      NoManagerError: No `MeshResource` is set.
       AxisConflictError: `tp_resource` and `tpsp_resource` both have more than one device.
     """
     resource = current_settings().resource

@@ -107,8 +107,8 @@ def decoder_specs(sizes: Sizes, *, stacked: bool, repeats: int = 1) -> dict[str,
     """Return the parameters as `ArraySpec`s: per layer, or stacked for a scan.
 
     With `stacked`, each stack has one tree for each layer of its pattern, whose arrays have a
-    leading dim LAYERS. One tree for each layer after the last whole pattern follows. `repeats` is
-    the argument of `stack_specs`.
+    leading dim LAYERS. After these trees come the layers after the last whole pattern, one tree
+    each. `repeats` is the argument of `stack_specs`.
     """
     layers: list[Any] = []
     for stack in sizes.stacks:
@@ -357,7 +357,7 @@ class Decoder:
         """Return a step that appends tokens to caches."""
         specs = decoder_specs(self.sizes, stacked=False)
         caches, axes = self._caches(batch, capacity)
-        # A prompt in prefill, one token of each sequence in decode.
+        # In prefill, the inputs are whole prompts. In decode, they are one token of each sequence.
         prompt = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
         return Program(
             self.serve,

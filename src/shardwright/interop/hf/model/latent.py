@@ -115,12 +115,12 @@ def apply(
     if "query_norm" in w:
         latent = norm.apply(norm.RMS, w["query_norm"], latent)
     q = einsum("bsr,rhd->bshd", latent, w["query"], out=QUERIES)
-    # Only a part of a head is rotated, so that for the rest, the key projection can move to the
-    # queries below.
+    # Only a part of a head is rotated. For the other part, the key projection can move to the
+    # queries; see below.
     q, q_rope = q[..., : config.plain_dim], rope(q[..., config.plain_dim :], positions)
     both = einsum("bse,er->bsr", x, w["down"], out=_LATENT)
     rows = norm.apply(norm.RMS, w["down_norm"], both[..., : config.rank])
-    # One rotated key for all heads: the dim of heads has size 1.
+    # All heads share one rotated key, so its dim of heads has size 1.
     k_rope = rope(both[..., None, config.rank :], positions)
     # The scale is that of the whole head, although the latent is longer.
     scale = config.head_dim**-0.5

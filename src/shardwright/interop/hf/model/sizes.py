@@ -23,7 +23,7 @@ from shardwright.layers.rope_scaling import rope_frequencies
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Layers whose parameters are alike.
+    """Layers whose parameters have the same names and shapes.
 
     Attributes:
       layers: Number of layers.
@@ -95,7 +95,7 @@ def _norm(config: Config) -> NormConfig:
 
 
 def _activations(config: Config) -> tuple[str, str]:
-    """Return the activations of the two up projections, the gate first.
+    """Return the activations of the two up projections; that of the gate comes first.
 
     Raises:
       StrategyError: The activation of the gate is not one that the decoder has.

@@ -179,7 +179,7 @@ class DotProductAttention(Module):  # type: ignore[misc]
         score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
     ) -> Any:
-        """Return the context, shaped like the query without its packed dim."""
+        """Return the context. It has the shape of the query, without a packed dim."""
         check_supported(self, score_mod_tensors, score_mod_bprop_tensors)
         read_name("context_parallel_strategy", self.context_parallel_strategy.upper(), _STRATEGIES)
         layout = read_name("qkv_layout", self.qkv_layout.lower(), _LAYOUTS)
@@ -221,7 +221,7 @@ class DotProductAttention(Module):  # type: ignore[misc]
 
 
 def _only_mask(descriptor: Any, mask: Any) -> Any:
-    """Return the mask, given as `sequence_descriptor` or under its old name.
+    """Return the mask, given as `sequence_descriptor` or under its old name `mask`.
 
     Raises:
       AttentionError: Both are given, or the descriptor is not an array.
@@ -275,7 +275,7 @@ def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any
       arrays: Query, key and value of this call.
       mask: `[batch, 1 or heads, q_length, cache length]`; where it is 1, the pair is hidden. The
         mask type "causal" ignores it.
-      bias: `[1, heads, q_length, cache length]`, or with a row for each position of the cache.
+      bias: `[1, heads, q_length, cache length]`, or `[1, heads, cache length, cache length]`.
 
     Returns:
       (query, all keys, all values), a mask with causality and the window, and the rows of the bias.

@@ -104,7 +104,7 @@ def self_attention_of(layer: Any, name: str) -> MultiHeadAttention:
     return attention_of(
         layer,
         name,
-        # The norm is before the layer or after it, not both.
+        # A layer has a norm before its attention or at its end, not both.
         input_layernorm=not layer.output_layernorm,
         attn_mask_type=layer.self_attn_mask_type,
         attn_bias_type=layer.self_attn_bias_type,

@@ -69,7 +69,7 @@ def exchanges_gradients(module: Any, activations: tuple[Any, ...]) -> bool:
     return (
         module.enable_layernorm
         and not module.return_layernorm_output
-        # The conditions under which TransformerEngine calls `layernorm_mlp`, its fused function.
+        # Under these conditions, TransformerEngine calls `layernorm_mlp`, its fused function.
         and module.intermediate_dropout_rate < 1e-3
         and (
             activations in _FUSED_PAIRS or activations in {(name,) for name, _ in _FUSED_PAIRS[1:]}

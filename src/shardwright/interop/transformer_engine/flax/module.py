@@ -287,7 +287,7 @@ class Softmax(Module):  # type: ignore[misc]
     """Softmax over the keys, with a scale, a bias and a mask.
 
     Attributes:
-      scale_factor: Factor of the logits after the bias is added.
+      scale_factor: The logits are multiplied by it after the bias is added.
       softmax_fusion_type: Which mask is applied: none, the given one, or a causal one.
       softmax_type: Which term is added to the denominator of the softmax.
     """
@@ -302,7 +302,7 @@ class Softmax(Module):  # type: ignore[misc]
     ) -> Any:
         """Return the softmax of the logits `inputs`, `[batch, heads, q_length, kv_length]`.
 
-        A pair with a mask of 1 gets the weight 0.
+        A pair whose mask is 1 gets the weight 0.
         """
         if inputs.ndim != 4:
             raise RankMismatchError(
@@ -401,7 +401,7 @@ def contracted(axis: Any, x: Any) -> tuple[int, ...]:
     Raises:
       LayerError: A dim does not exist, or is named twice.
     """
-    # Leave out a dim that does not exist, so that the counts below differ.
+    # Leave out dims that do not exist. The check below then finds that the counts differ.
     dims = tuple(at % x.ndim for at in as_tuple(axis) if -x.ndim <= at < x.ndim)
     if len(set(dims)) != len(as_tuple(axis)):
         raise LayerError(
@@ -478,7 +478,7 @@ class DenseGeneral(Module):  # type: ignore[misc]
 
 
 class LayerNormDenseGeneral(Module):  # type: ignore[misc]
-    """Normalize the last dim, then multiply it with a kernel.
+    """Normalize the last dim, then contract it with a kernel.
 
     Attributes:
       features: As in `DenseGeneral`.

@@ -239,7 +239,7 @@ def get_corrected_named_sharding(
 
 
 def as_written(decision: DimDecision) -> Any:
-    """Return the entry of a dim as written, with axes of size 1, or as a policy changed it."""
+    """Return the entry of a dim: as a policy changed it, else as written, with axes of size 1."""
     if decision.outcome in _CHANGED or decision.outcome is Outcome.UNCONSTRAINED:
         return decision.entry
     ones = {skip.mesh_axis for skip in decision.skipped if skip.reason is Reason.SIZE_ONE}
@@ -434,7 +434,7 @@ def min_sharding_size() -> int:
 def default_policy() -> str:
     """Return the policy that the environment names, or an empty text if it names none.
 
-    It is the default of managers and calls.
+    This policy is the default of managers and calls.
 
     Raises:
       StrategyError: The environment variable names no preset.

@@ -202,7 +202,7 @@ class PartitionManager:
         dynamic_axes: Any = NOT_GIVEN,
         auto_correct: bool = True,
     ) -> Any:
-        """Place an array, or every array of a tree, as its axes resolve on the current mesh.
+        """Place an array, or each array of a tree, by the spec of its axes on the current mesh.
 
         Args:
           x: JAX or NumPy arrays.
