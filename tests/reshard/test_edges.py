@@ -88,7 +88,7 @@ def test_deleted_sources_are_named(target: str) -> None:
     tree["b"].delete()
     with raises(ShardingError, "deleted", "donated", path="b") as caught:
         pm.reshard(tree, AXES, donate=True)
-    assert "fix   move the arrays that the last step or move returned" in str(caught.value)
+    assert "fix   pass the arrays that the last step or the last move returned" in str(caught.value)
     assert not tree["a"].is_deleted()
 
 

@@ -352,7 +352,7 @@ def _misfit(leaf: SavedLeaf, target: Any, *, recut: bool) -> tuple[str, str] | N
         asked = SavedLeaf(path=leaf.path, kind=kind, shape=tuple(target.shape), dtype=dtype)
         fix = "restore it as it was saved, then convert it"
         if same_layers and dtype == leaf.dtype:
-            fix += "; if both are one stack of layers in other repeats, pass recut=True"
+            fix += "; if both are one stack of layers, cut into other repeats, pass recut=True"
         return f"saved as {leaf}, and the target is {asked}", fix
     # Without x64, JAX has dtypes of at most 32 bits. Only a `ShapeDtypeStruct` can have 64 bits
     # then, because JAX cannot create such an array.

@@ -341,7 +341,7 @@ def _check_labels_in(labels: Any, vocab: int, ignore: int) -> None:
         raise LayerError(
             f"the label {largest} is not in the vocabulary of {vocab} tokens",
             path="labels",
-            fix=f"pass ignore={largest} if this label marks padding, or a larger head",
+            fix=f"if this label marks padding, pass ignore={largest}; if not, pass a larger head",
         )
 
 

@@ -28,8 +28,8 @@ class RelativeBiasConfig:
         distance. In the other half, each bucket has a range of distances, whose bounds are spaced
         logarithmically.
       max_distance: From this distance on, all keys are in the last bucket.
-      bidirectional: Whether keys after the query have buckets of their own: the second half.
-        Otherwise all these keys are in bucket 0.
+      bidirectional: Whether the second half of the buckets is for keys after the query. Otherwise
+        all these keys are in bucket 0.
 
     Raises:
       LayerError: A value is not valid, or there are too few buckets.

@@ -727,7 +727,7 @@ def _check_encoded(config: TransformerConfig, encoded: Any, segment_ids: Any) ->
 
 
 def check_moe_states(config: TransformerConfig, moe_states: Any) -> None:
-    """Check that there is a state per tree of parameters, and None for an MLP."""
+    """Check that each tree of parameters has an entry: an `MoEState`, or None for an MLP."""
     if moe_states is None:
         return
     fix = (
@@ -749,7 +749,7 @@ def check_moe_states(config: TransformerConfig, moe_states: Any) -> None:
 
 
 def _check_scaling(config: TransformerConfig, scaling: Any) -> None:
-    """Check that scaling has a tree per tree of parameters; each block checks its own part."""
+    """Check that scaling has one tree for each tree of parameters. Blocks check the rest."""
     if scaling is None:
         return
     fix = "pass fp8.uses(transformer_block.init_scaling(config))"

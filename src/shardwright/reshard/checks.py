@@ -41,7 +41,7 @@ def check_alive(path: str, value: Any) -> list[Problem]:
     is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
     if not is_array or not value.is_deleted():
         return []
-    fix = "move the arrays that the last step or move returned"
+    fix = "pass the arrays that the last step or the last move returned"
     return [_problem(path, "the array is deleted: it was donated", fix)]
 
 

@@ -215,7 +215,7 @@ def _check_use(recipe: Any, use: Any, names: tuple[str, ...]) -> None:
     what = ""
     if isinstance(recipe, DelayedScaling):
         if not isinstance(use, DenseUse):
-            what = f"delayed scaling has a state, and got {type(use).__name__}"
+            what = f"delayed scaling needs its state, a DenseUse, got {type(use).__name__}"
             fix = USES_FIX
         elif tuple(use.kernels) != names and set(use.kernels) != set(names):
             what = f"the state is that of {', '.join(use.kernels)}, not of {', '.join(names)}"

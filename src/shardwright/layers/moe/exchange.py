@@ -21,7 +21,7 @@ from shardwright.layers.moe.config import Dropless, MoEConfig
 from shardwright.layers.moe.experts import run_sorted
 
 # Platforms whose compiler has `ragged_all_to_all`.
-# XLA for CPU answers UNIMPLEMENTED with JAX 0.10, 0.11 and 0.12.
+# XLA for CPU raises UNIMPLEMENTED with JAX 0.10, 0.11 and 0.12.
 NATIVE: Final = ("tpu", "gpu")
 
 

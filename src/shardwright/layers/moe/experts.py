@@ -41,7 +41,7 @@ class ExpertMatmul:
 def choose_matmul(
     config: MoEConfig, *, experts: int, slots: int, tokens: int, platform: str
 ) -> ExpertMatmul:
-    """Choose the matmul that multiplies the fewest rows.
+    """Choose the matmul with the fewest rows, if config, activation and platform allow it.
 
     Args:
       config: The MoE layer.
@@ -124,8 +124,8 @@ def _weights(params: Any, dtype: Any) -> list[Any]:
 
 def _ragged(config: MoEConfig, weights: list[Any], rows: Any, most: int) -> Any:
     flat = rows.reshape(-1, rows.shape[-1])
-    # A row of zeros counts as an empty slot. A token of zeros may count as one too, because its
-    # result and its gradients are 0.
+    # A row of zeros counts as an empty slot. A token of zeros may count as an empty slot too,
+    # because its result and its gradients are 0.
     is_filled = jnp.any(flat != 0, axis=-1)
     sizes = is_filled.reshape(rows.shape[:2]).sum(axis=1, dtype=jnp.int32)
     # The indices are ascending, so the rows of an expert stay together.
