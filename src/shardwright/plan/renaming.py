@@ -31,8 +31,8 @@ def find_renaming(
       old: Mesh axis -> size, of the mesh of the trace.
       new: Mesh axis -> size, of the other mesh.
     """
-    # A mesh axis of size 1 may be in any spec: it does not change the shapes of shards, so it needs
-    # no partner.
+    # A mesh axis of size 1 may be in any spec: it does not change the shapes of shards, so nothing
+    # must replace it.
     renaming: dict[str, tuple[str, ...]] = {axis: () for axis, size in old.items() if size == 1}
     for before, after in pairs:
         if before is None or after is None:
@@ -44,7 +44,7 @@ def find_renaming(
             if not _extend(renaming, held, goal, old, new):
                 return None
     used = {axis for axes in renaming.values() for axis in axes}
-    # Mesh axes that are in no resolved spec may be in a `shard_map`, so they need partners too.
+    # Mesh axes that are in no resolved spec may be in a `shard_map`, so they must be replaced too.
     left = [axis for axis, size in old.items() if size > 1 and axis not in renaming]
     free = [axis for axis, size in new.items() if size > 1 and axis not in used]
     return renaming if _extend(renaming, left, free, old, new) else None

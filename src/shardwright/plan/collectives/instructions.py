@@ -154,7 +154,7 @@ _RESHAPING = frozenset({"bitcast", "copy", "convert", "reshape", "transpose"})
 def is_scattered(computation: Computation, instruction: Instruction) -> bool:
     """Tell whether a fused all-reduce is a reduce-scatter: each device keeps only its slice.
 
-    A combined all-reduce has a tuple of results. Each of them must be sliced.
+    A combined all-reduce has a tuple of results. Each result must be sliced.
     """
     following = computation.users.get(instruction.name, ())
     if following and all(user.opcode == "get-tuple-element" for user in following):

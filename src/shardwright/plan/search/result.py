@@ -29,7 +29,7 @@ class Candidate:
     Attributes:
       name: Name of the strategy that it comes from.
       sizes: Size of each mesh axis, in mesh order.
-      settings: Settings that it changes in that strategy: `head` -> `-`, `params.embed` -> `fsdp`.
+      settings: Settings that the candidate changes: `head` -> `-`, `params.embed` -> `fsdp`.
       strategy: The strategy with this mesh and these changes, ready to be written to a file.
       reports: Mode -> its plan.
       variant: Label of the program, if several were searched; else "".

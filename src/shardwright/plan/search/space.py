@@ -37,7 +37,7 @@ class Point:
 
     Attributes:
       name: Name of the strategy that it comes from.
-      settings: Settings that it changes in that strategy.
+      settings: Settings of that strategy that the candidate changes.
       sizes: Size of each mesh axis, in mesh order.
     """
 

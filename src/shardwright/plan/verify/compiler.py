@@ -70,7 +70,7 @@ class Target:
       effort: `full` or `low`. With `low`, the compile is four times as fast, and the program sends
         the same bytes within 1%.
       slices: Number of slices or domains.
-      dcn: The part of each mesh axis that crosses slices, if there are several.
+      dcn: The part of each mesh axis that crosses slices, if there are several slices.
     """
 
     platform: Platform
@@ -98,7 +98,7 @@ class Target:
         return f"{words} for {count}{self.topology}" if self.topology else f"{words} for CPUs"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the target as plain data, without the slices if there is one."""
+        """Return the target as plain data, without `slices` and `dcn` if there is one slice."""
         data = dataclasses.asdict(self)
         if self.slices == 1:
             del data["slices"], data["dcn"]

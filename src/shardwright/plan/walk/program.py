@@ -293,7 +293,7 @@ def _with_memory(
 
 
 def _with_constants(ledger: Ledger, jaxpr: Any) -> list[Buffer]:
-    """Return the buffers of the arrays that the program closes over, which are on each device."""
+    """Return the buffers of the arrays that the program closes over. Each device has them whole."""
     assert ledger.timeline is not None
     buffers = [
         Buffer(
