@@ -210,7 +210,7 @@ def test_interleaved_rules_keep_mode_names() -> None:
     imported = maxtext.to_strategy("base.yml", overrides=overrides)
     assert not imported.strategy.modes
     assert imported.notes[2] == (
-        "apply in all modes, because rules of other names are in between: prefill_activation_length"
+        "other names have rules in between, so these apply in all modes: prefill_activation_length"
     )
 
 
@@ -284,7 +284,7 @@ def test_absent_mesh_axes_have_size_one() -> None:
     write("few.yml", f"base_config: base.yml\nmesh_axes: [data, fsdp]\n{rules}\n")
     imported = maxtext.to_strategy("few.yml")
     assert dict(imported.strategy.mesh) == {"data": 1, "fsdp": -1, "tensor_transpose": 1}
-    assert "mesh axes of rules that the mesh lacks have size 1: tensor_transpose" in imported.notes
+    assert "mesh axes that only the rules name have size 1: tensor_transpose" in imported.notes
     assert any(note.endswith("no such axis: ici_tensor_parallelism=2") for note in imported.notes)
     pm = manager(imported)
     # The name that comes first takes the axis of size 1, so the first rule of the other is lost.

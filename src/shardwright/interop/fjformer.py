@@ -235,8 +235,8 @@ def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Pro
             f"and the array has shape {shape}"
         )
         fix = (
-            "write a separate rule for it before this one; PartitionManager.state_shardings shards "
-            "optimizer state like its parameters"
+            "write a rule for this array before this rule; PartitionManager.state_shardings shards "
+            "optimizer state like the parameters"
         )
         problems.append(Problem(error=RankMismatchError, what=what, path=path, fix=fix))
     return matched

@@ -346,7 +346,7 @@ def _mesh(values: Mapping[str, Any], notes: list[str]) -> tuple[dict[str, int], 
     count = 1 if given is None else as_integer(given)
     if count is None:
         raise StrategyError(
-            f"num_slices must be an integer, got {given!r}", fix="write a number of slices, or -1"
+            f"num_slices must be an integer, got {given!r}", fix="write the number of slices, or -1"
         )
     # -1 lets MaxText count the slices of its devices. Their number is not known here, so assume one
     # slice.
@@ -375,7 +375,7 @@ def _absent(merged: _MaxTextConfig, mesh: Mapping[str, int], notes: list[str]) -
     named = [axis for axes in listed for axis in axes if isinstance(axis, str)]
     absent = [axis for axis in dict.fromkeys(named) if axis in _MESH_AXES and axis not in mesh]
     if absent:
-        notes.append(f"mesh axes of rules that the mesh lacks have size 1: {', '.join(absent)}")
+        notes.append(f"mesh axes that only the rules name have size 1: {', '.join(absent)}")
     for axis in (axis for axis in _MESH_AXES if axis not in mesh):
         key = next(_keys(axis))
         size = as_integer(merged.values.get(key, 1))

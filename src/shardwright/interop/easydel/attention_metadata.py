@@ -146,7 +146,7 @@ class AttentionMetadata:
             raise AttentionError(
                 f"blocksize_b={self.blocksize_b!r}: no kernel takes several sequences in a block",
                 path="blocksize_b",
-                fix="leave blocksize_b at 1; blocksize_q and blocksize_k are the rows of a block",
+                fix="leave blocksize_b at 1; blocksize_q and blocksize_k are numbers of rows",
             )
         if self.platform != self.backend:
             raise AttentionError(

@@ -147,8 +147,8 @@ def apply_rotary_pos_emb(tensor: jax.Array, sin_: jax.Array, cos_: jax.Array) ->
 
 def _check_table(name: str, table: tuple[int, ...], tensor: tuple[int, ...]) -> None:
     fix = (
-        "pass both as [batch, heads, length, head_dim]; a table has at least the tensor's "
-        "length and exactly its head_dim"
+        "pass both tables as [batch, heads, length, head_dim], at least as long as the tensor and "
+        "with the same head_dim"
     )
     fits = len(tensor) == len(table) == 4 and table[2] >= tensor[2] and table[3] == tensor[3]
     fits = fits and all(rows in (1, size) for rows, size in zip(table[:2], tensor[:2], strict=True))

@@ -65,7 +65,7 @@ class QuantizedDotGeneral(_Module):  # type: ignore[misc]
         write = self.convert or self.is_initializing()
         if write and not self.is_mutable_collection(COLLECTION):
             raise LayerError(
-                f"the collection {COLLECTION!r} is not mutable, and convert stores weights in it",
+                f"mode convert stores weights, so the collection {COLLECTION!r} must be mutable",
                 path=place,
                 fix=f'model.apply(variables, x, mutable=["{COLLECTION}"])',
             )

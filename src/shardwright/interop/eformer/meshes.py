@@ -39,7 +39,7 @@ def get_incontext_mesh(raise_error: bool = True) -> Mesh | AbstractMesh:
     mesh = current_mesh()
     if mesh is None and raise_error:
         raise no_mesh()
-    # JAX too has an empty mesh if none is set.
+    # JAX also has an empty mesh if none is set.
     return mesh if mesh is not None else Mesh(np.empty((), dtype=object), ())
 
 

@@ -261,7 +261,7 @@ def arrange(
             found[path] = Zeros(name=path, shape=tuple(spec.shape), dtype=np.dtype(spec.dtype))
             continue
         if absent or not names:
-            what = f"the checkpoint lacks {', '.join(absent) or 'it'}"
+            what = f"the checkpoint lacks {', '.join(absent) or 'a tensor for this parameter'}"
             fix = OWN_CONFIG
             if path == "head":
                 fix += '; or set "tie_word_embeddings": true, if the embedding is the head too'

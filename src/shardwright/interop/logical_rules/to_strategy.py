@@ -300,7 +300,7 @@ def _replaced(
         if len({*runs}) < len(runs):
             replaced = {name: replaced[name] for name in replaced if name not in own}
             text = ", ".join(own)
-            notes.append(f"apply in all modes, because rules of other names are in between: {text}")
+            notes.append(f"other names have rules in between, so these apply in all modes: {text}")
         else:
             notes.append(f"rules of mode {mode}: {', '.join(texts)}")
     return replaced

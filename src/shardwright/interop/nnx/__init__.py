@@ -65,7 +65,7 @@ def bound(
     spmd, nnx = library("flax.core.spmd"), library("flax.nnx")
     table = one_rule_each(pm, names, sizes=sizes)
     if len({*pm.mesh.axis_types}) > 1:
-        what = "nnx needs mesh axes of one type, and the mesh has several"
+        what = "nnx needs mesh axes of one type, but the mesh has several types"
         raise StrategyError(what, fix='use axis_types = "auto" or "explicit"')
     try:
         with (
@@ -187,7 +187,7 @@ def _factored_moments(model: Any, names: Names, params: Any) -> Mapping[str, Any
     if state is None or not changes_dims(state):
         return {}
     if params is None:
-        what = "the optimizer has factored moments, whose dims are some of those of its parameters"
+        what = "the optimizer has factored moments: each has only some dims of its parameter"
         raise StrategyError(what, fix=f"pass the model too: {_CREATE}")
     nnx = library("flax.nnx")
     # `wrt` selects the variables that an `nnx.Optimizer` updates. The moments of the optimizer

@@ -293,7 +293,7 @@ def match_partition_rules(
         long = strict and len(spec.partitions) > len(shape)
         if long and not fit:
             what = f"the spec {spec} has {len(spec.partitions)} entries for shape {shape}"
-            fix = 'write a separate rule for it before this one; policy="eformer" cuts the spec'
+            fix = 'write a rule for this array before this rule; policy="eformer" cuts the spec'
             problems.append(
                 Problem(error=RankMismatchError, what=what, path=path_text(path), fix=fix)
             )
