@@ -83,5 +83,5 @@ def test_decode_takes_the_kernel_that_reads_a_cache_once() -> None:
     refused = {refusal.name: refusal.reasons for refusal in wide.refusals}
     assert wide.name == "sdpa"
     assert refused["triton_decode"] == (
-        "it computes in bfloat16 and float16, and the call in float32",
+        "it computes in bfloat16 and float16, and the call is in float32",
     )

@@ -137,7 +137,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, *, failure: str = "") -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"dtype": "float32"}, "it computes in bfloat16 and float16, and the call in float32"),
+        ({"dtype": "float32"}, "it computes in bfloat16 and float16, and the call is in float32"),
         ({"segment_ids": jnp.zeros((4, 16), jnp.int32)}, "it takes no segments"),
         (
             {"mask": jnp.ones((1, 1, 16, 16), bool)},

@@ -332,7 +332,7 @@ def test_queries_and_keys_over_different_axes() -> None:
     assert actual.reasons == (
         (
             "the length of the keys is sharded over sp and that of the queries is not: all "
-            "devices along it would compute the same"
+            "devices along sp would compute the same"
         ),
     )
 

@@ -216,7 +216,7 @@ def _overwrites_visible_keys(cache: KVCache, q_length: int, window: Window | Non
     if not cache.spec.is_ring or window is None or window[0] is None:
         return False
     # The first new query sees the `window[0]` positions before its own. The last new key overwrites
-    # the key at the position `capacity` below its own.
+    # the key whose position is lower by `capacity`.
     return q_length > cache.spec.capacity - window[0]
 
 

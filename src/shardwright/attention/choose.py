@@ -99,7 +99,7 @@ class Choice:
             raise AttentionError(
                 f"no attention implementation can serve this call: {self.why}",
                 snippet=details,
-                fix="change the call: each line above has a reason why one of them refuses it",
+                fix="change the call: each line above has an implementation and its reason",
             )
         fix = "change the call: no other implementation serves it"
         if self.instead.name:

@@ -58,7 +58,7 @@ def paged_attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attend to keys and values in pages, otherwise like `dot_product_attention`. Has no gradient.
+    """Attend as `dot_product_attention` does, to keys and values in pages. Has no gradient.
 
     Key j of sequence b is row `j % page_size` of page `block_tables[b, j // page_size]`, for j
     below `lengths[b]`. The queries of a sequence are its last tokens: query i is at position
@@ -166,7 +166,7 @@ def _call_of(
       v_pages: As for `paged_attention`.
       scales: Scales of the pages by name, each an array or None.
       rows: Number of keys that fit into the pages of one row of the tables.
-      keywords: The keywords that pages share with `dot_product_attention`.
+      keywords: The keywords that `paged_attention` shares with `dot_product_attention`.
     """
     for name, pages in (("k", k_pages), ("v", v_pages)):
         check_scale(
@@ -253,7 +253,7 @@ _jitted = functools.partial(jax.jit, static_argnums=(2,))(_run)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ShardPages:
-    """The pages of a shard that sequences use.
+    """The pages that a shard has, of all pages that the sequences use.
 
     Each array is `[batch, columns]`. In each row, the used pages come first.
 
@@ -334,7 +334,7 @@ def _attend(
 
 
 def _by_triton(call: AttentionCall) -> bool:
-    """Whether Triton's kernel reads the pages: on GPUs, or where the strategy names it.
+    """Tell whether Triton's kernel reads the pages: on GPUs, or if the strategy names the kernel.
 
     Raises:
       AttentionError: The strategy names the kernel, which cannot serve the call.

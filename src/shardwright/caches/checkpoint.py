@@ -81,7 +81,7 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
 
 
 def _check_saveable(cache: KVCache) -> dict[str, Any]:
-    """Return the arrays of a cache that can be saved."""
+    """Check that a cache can be saved, and return its arrays."""
     check_outside_of_trace("a cache can be saved", CacheError)
     if type(cache).__name__ not in _CLASSES:
         raise CacheError(
@@ -118,9 +118,9 @@ def restore(
       mode: Runtime mode. Defaults to the manager's, then to that of the saved cache.
 
     Raises:
-      CacheError: There is no cache at the path, or it cannot be read; it differs from `like` in
-        kind, sizes or policy, or `like` has no shardings; the call is inside a trace; or orbax is
-        not installed.
+      CacheError: There is no cache at the path, or it cannot be read; the saved cache differs from
+        `like` in kind, sizes or policy; `like` has no shardings; the call is inside a trace; or
+        orbax is not installed.
       ShardingError: The rules do not fit the sizes.
     """
     if like is not None and (manager is not None or mode is not None):

@@ -177,7 +177,7 @@ class RowCache(KVCache):
 
     def _rewind(self, lengths: jax.Array) -> Change[Self]:
         lengths, start = self._sharding.place(jnp.asarray(lengths), (BATCH,)), self.start
-        # Rows are left as they are: a row past the length of its slot holds no key.
+        # The rows need no change: a row past the length of its slot counts as empty.
         reasons = [refusals.invalid_length(lengths, self.length)]
         if start is not None:
             needed = positions.first_needed(self.spec, lengths)

@@ -166,7 +166,7 @@ class Arrays(abc.ABC):
 
     @abc.abstractmethod
     def insert(self, sequences: Mapping[int, SequenceState]) -> RefusalCodes | None:
-        """Move the prompts that are completely read from the prefill batch to their slots.
+        """Move completely read prompts from the prefill batch to their slots.
 
         Args:
           sequences: Sequences by row. If `last` is ON_DEVICE, the first token is the one that the
@@ -588,7 +588,10 @@ def _moved(caches: Caches, target: PartitionManager) -> Caches:
 def _chunks_of(
     chunks: Mapping[int, collections.abc.Sequence[int]], shape: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens `[rows, chunk]`, and `[2, rows]`: the number of tokens of each row, and 0."""
+    """Return the tokens `[rows, chunk]`, and the `entries` `[2, rows]` of a prefill.
+
+    Row 0 of the entries has the number of tokens of each row. Row 1 has zeros.
+    """
     tokens, entries = np.zeros(shape, np.int32), np.zeros((2, shape[0]), np.int32)
     for row, chunk in chunks.items():
         tokens[row, : len(chunk)] = chunk

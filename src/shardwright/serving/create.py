@@ -102,7 +102,7 @@ def with_pages(setup: Setup) -> Setup:
     if setup.kind != "paged" or not isinstance(pages, str):
         if memory is not None:
             raise ServingError(
-                f"memory={memory!r} has no effect without a share of it",
+                f"memory={memory!r} has no effect, because pages is no share of the memory",
                 path="cache_options",
                 fix='pass pages="90%" too, or leave memory out',
             )

@@ -112,7 +112,7 @@ class Engine:
 
     The text of a request depends only on its prompt, its sampling and the weights, not on other
     requests. Every `step` reads one chunk of each prompt in the prefill batch, moves each
-    prompt that it has read completely into a slot, and gives every slot its next token.
+    completely read prompt into its slot, and gives every slot its next token.
 
     Any thread may call an engine. `submit` and `cancel` do not wait for a running step. The other
     calls wait until no step is running. If the mesh spans processes, make the same calls in every
@@ -334,8 +334,8 @@ class Engine:
     ) -> Update:
         """Replace the weights between two steps.
 
-        Requests that are running continue, and nothing is compiled. The new weights move to the
-        shardings and the dtype of the old ones, as `pm.reshard` moves them. The engine serves the
+        Requests that are running continue, and nothing is compiled. As `pm.reshard` does, the
+        engine moves the new weights to the shardings and the dtype of the old ones. It serves the
         old weights until all new weights have arrived, and keeps the old weights if the move fails.
         The caches keep the keys and values of the old weights. `Completion.versions` lists the
         versions that a request was computed with.

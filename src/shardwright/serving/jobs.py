@@ -1,4 +1,4 @@
-"""Requests on their way through an engine, and the limits that they share, without arrays."""
+"""The state of requests in an engine, and the limits that all requests share. Needs no arrays."""
 
 from __future__ import annotations
 

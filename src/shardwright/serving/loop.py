@@ -103,8 +103,8 @@ class Loop:
         self.stepping, start = True, self.meter.now()
         self._step += 1
         try:
-            # With several processes, all have agreed on the jobs that end now, so end these. They
-            # have not yet agreed on the jobs that fail in this step.
+            # If several processes run the engine, they have agreed on the jobs that end now, so end
+            # these jobs. They have not yet agreed on the jobs that fail in this step.
             if self.calls.are_compared:
                 self._end_requested()
             self._hand_out()
@@ -294,7 +294,7 @@ class Loop:
                 self._take(job, sampled.tokens[row], sampled.logprobs[row], now)
 
     def _fill(self) -> None:
-        """Move the prompts that are completely read into their slots."""
+        """Move each completely read prompt into its slot."""
         moves = self.scheduler.ready()
         if not moves:
             return
@@ -425,7 +425,8 @@ class Loop:
             try:
                 job.request.on_token(token)
             except Exception as error:
-                # The callback is code of the caller. Any exception of it fails only this request.
+                # The callback is code of the caller. If it raises an exception, only this request
+                # fails.
                 self._fail(job, error)
         self._count_ended()
 

@@ -1,7 +1,7 @@
 """Record which request uses which pages of the pool. This needs no arrays and no devices.
 
-A request takes pages as its text grows, and gives them back when it ends. Pages that are full are
-shared with requests whose texts begin with the same tokens. A page that no request uses keeps its
+A request takes pages as its text grows, and gives its pages back when it ends. Full pages are
+shared by all requests whose texts begin with the same tokens. A page that no request uses keeps its
 content until the page is needed.
 
 Full pages are found by their content in a tree of prefixes. Keys are compared as tuples of tokens,
@@ -24,7 +24,7 @@ class PageTable:
     """The pages of a request.
 
     Attributes:
-      node: Node of the last of its pages that is in the tree of prefixes.
+      node: Node of the last page of the request that is in the tree of prefixes.
       pages: Page numbers, in the order of the text. NO_PAGE stands for a page before the window.
       shared: Number of leading pages of the request that are in the tree of prefixes.
       left: Number of leading pages of the request that were given back.

@@ -33,7 +33,7 @@ class Scheduler:
     Attributes:
       limits: The limits that jobs share.
       space: Where the rows of jobs live.
-      inbox: Submitted jobs, which join the queue at the next call. Any thread may add to it.
+      inbox: Submitted jobs, which join the queue at the next call. Any thread may add jobs.
       queue: Waiting jobs, in order of arrival.
       rowless: Jobs with a slot that wait for a row, in the order in which they get rows.
       rows: Jobs by row of the prefill batch.

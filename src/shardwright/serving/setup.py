@@ -1,4 +1,4 @@
-"""The arguments of an engine, checked, and the empty caches that they describe."""
+"""The checked arguments of an engine, and the empty caches that these arguments describe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The arguments of an engine, checked.
+    """The checked arguments of an engine.
 
     Attributes:
       model: The model.

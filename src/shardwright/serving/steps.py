@@ -1,7 +1,7 @@
-"""The compiled functions that run on devices. The caches are donated to them.
+"""The compiled functions that run on devices. The caches are donated to these functions.
 
-`prefill` reads a chunk of every prompt into a row of the prefill batch. `insert` copies prompts
-that are completely read into slots. If a prompt was read only in part, `park` copies it into its
+`prefill` reads a chunk of every prompt into a row of the prefill batch. `insert` copies each
+completely read prompt into its slot. If a prompt was read only in part, `park` copies it into its
 slot, and `resume` copies it back. `decode` gives every active slot its next token. `clear` and
 `clear_slots` empty rows and slots. `prefill_pages` and `decode_pages` read and decode in pages that
 the host assigns, where nothing has to be inserted or cleared. No shape depends on the number of
@@ -190,7 +190,7 @@ def _check_caches(new: Any, old: Caches) -> None:
 def prefill(
     model: Model, rows: Caches, params: Any, tokens: jax.Array, entries: jax.Array, rules: jax.Array
 ) -> tuple[Caches, Sampled]:
-    """Read the next tokens of prompts, and draw the token that follows them.
+    """Read the next tokens of each prompt, and draw the token that follows these tokens.
 
     Args:
       model: The model.
@@ -226,7 +226,7 @@ def _read_chunk(
 def insert(
     slots: SlotState, source: Caches, entries: jax.Array, following: Sampled, rules: jax.Array
 ) -> tuple[SlotState, jax.Array]:
-    """Copy prompts that are completely read into slots.
+    """Copy completely read prompts into their slots.
 
     Args:
       slots: Donated.
@@ -440,8 +440,8 @@ def decode_pages(
       last: `[slots]` int32, the latest token of each slot. It is read for the slots whose latest
         token is not in `batch`. Donated.
       params: Weights.
-      batch: The sequences. The tables of the sequences have pages for these tokens. A slot whose
-        limit is 0 gets no token.
+      batch: The sequences. Their tables already have pages for the tokens that this call draws. A
+        slot whose limit is 0 gets no token.
 
     Returns:
       The pools, the latest tokens, and `[most, batch]` tokens or codes. Ignore the tokens of a

@@ -95,7 +95,7 @@ def update_weights(
     piece: int | str,
     donate: bool,
 ) -> tuple[Setup, Update]:
-    """Return a setup with new weights, and how they moved. If a move fails, nothing changes.
+    """Return a setup with the new weights, and the `Update`. If a move fails, nothing changes.
 
     Args:
       setup: The setup with the old weights.
@@ -154,7 +154,7 @@ def _move_both(
 
 
 def move_weights(new: Any, old: Any, *, name: str, piece: int | str, donate: bool) -> MovedWeights:
-    """Return new weights with the shardings and dtypes of the old ones, and how they moved.
+    """Move new weights to the shardings and dtypes of the old ones. Return the moved weights.
 
     Without `donate`, the result shares no array with `new`, so a training step may donate `new`
     afterwards. With `donate`, the result contains the arrays of `new` that are already in place.
@@ -226,7 +226,10 @@ def _target(old: Any) -> NamedSharding | None:
 
 
 def _place(leaf: Any, old: Any) -> Any:
-    """Return a copy of a weight, on the device or host of the served weight, which has no mesh."""
+    """Return a copy of a weight, on the device or the host that the served weight `old` is on.
+
+    `old` is not on a mesh.
+    """
     dtype = jnp.result_type(old)
     if not isinstance(old, jax.Array):
         return np.array(leaf, dtype)

@@ -71,7 +71,7 @@ def supports(call: AttentionCall) -> tuple[str, ...]:
         return shards.no_weights(call)
     same = (
         f"the length of the keys is sharded over {rest[0]} and that of the queries is not: "
-        "all devices along it would compute the same"
+        f"all devices along {rest[0]} would compute the same"
     )
     return (*shards.no_weights(call), same)
 

@@ -85,15 +85,15 @@ def attend(shard: Operands, *, call: AttentionCall) -> Result:
 
 
 def _limits(call: AttentionCall) -> tuple[str, ...]:
-    """Return why cuDNN's kernel cannot compute a call, or would compute another result."""
+    """Return why cuDNN's kernel cannot compute a call, or why its result would be different."""
     rules, dim = call.recipe.mask, call.head_dim
     left, right = rules.bounds
     window = left is not None
     capability = str(getattr(jax.local_devices()[0], "compute_capability", "0.0"))
-    # From Hopper on (compute capability 9.0), head_dim may be up to 256; before, up to 128.
+    # From Hopper on (compute capability 9.0), head_dim may be up to 256; on older GPUs, up to 128.
     largest = 256 if int(capability.partition(".")[0]) >= 9 else 128
     reasons = {
-        f"it computes in bfloat16 and float16, and the call in {call.dtype}": (
+        f"it computes in bfloat16 and float16, and the call is in {call.dtype}": (
             call.dtype == "float32"
         ),
         f"its head_dim is a multiple of 8 up to {largest}, and head_dim is {dim}": (

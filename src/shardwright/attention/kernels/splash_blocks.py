@@ -216,9 +216,9 @@ class _Local:
     def table(self, *, keys_outside: bool) -> jax.Array:
         """Return the blocks to visit, `[batch or 1, outer blocks, visits]`.
 
-        Outer blocks are of keys if `keys_outside`, else of queries. An entry is `KINDS` times the
-        number of the block to visit, plus the kind of that block. The remaining entries repeat the
-        last block with the kind EMPTY, so nothing is read for them.
+        The outer blocks are those of the keys if `keys_outside`, else those of the queries. An
+        entry is `KINDS` times the number of the block to visit, plus the kind of that block. The
+        remaining entries repeat the last block with the kind EMPTY, so nothing is read for them.
         """
         kinds = _kinds(self.plan, self.rows)
         kinds = jnp.swapaxes(kinds, 1, 2) if keys_outside else kinds

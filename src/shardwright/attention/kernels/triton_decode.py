@@ -49,7 +49,7 @@ def not_in_triton(call: AttentionCall) -> tuple[str, ...]:
     reasons = {
         IN_A_PLAN: context.TARGET.value is not None,
         "its kernel is for GPUs, and the platform is tpu": call.platform == "tpu",
-        f"it computes in bfloat16 and float16, and the call in {call.dtype}": (
+        f"it computes in bfloat16 and float16, and the call is in {call.dtype}": (
             call.dtype == "float32"
         ),
         f"it holds {_MOST_QUERIES} queries per kv head at a time, and the call has {queries}": (
