@@ -71,7 +71,7 @@ _MESH_KEYS: Final = (
 )
 _INHERITED: Final = (
     "the mapping of parameters includes trainer.mesh.shared_mapping; in the first versions of "
-    "levanter with trainer.mesh, it had only param_mapping"
+    "levanter with trainer.mesh, it had the names of param_mapping alone"
 )
 # Path of keys -> where the value is written.
 _Places = Mapping[tuple[str, ...], str]
