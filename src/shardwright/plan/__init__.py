@@ -1,8 +1,8 @@
 """Predict the bytes and collectives of a strategy without a device, and compare strategies.
 
-Code belongs here if it counts the bytes that a tree, a traced program or a compiled program keeps
-in memory and sends, or if it compares a profile with such a plan. Code that runs a program does
-not.
+Such a prediction is a plan. Code belongs here if it counts the bytes that a tree, a traced program
+or a compiled program keeps in memory and sends, or if it compares a profile with a plan. Code that
+runs a program does not belong here.
 """
 
 from shardwright.plan.collectives.collective import Collective as Collective

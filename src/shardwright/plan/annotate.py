@@ -46,7 +46,8 @@ ad.deflinear2(
 def _batch(args: Any, dims: Any, *, annotation: Annotation, added: tuple[int, ...]) -> Any:
     """Batch an annotation. The batched annotation says nothing about the dim that `vmap` adds."""
     (x,), (dim,) = args, dims
-    # `vmap` inserts its dim at `dim`, so earlier `vmap` dims at `dim` or later move up by one.
+    # This `vmap` inserts its dim at `dim`. So the dims that other `vmap`s have added move up by
+    # one, if they are at `dim` or behind it.
     shifted = tuple(at + (at >= dim) for at in added)
     return annotate_axes_p.bind(x, annotation=annotation, added=(*shifted, dim)), dim
 
@@ -60,7 +61,7 @@ def annotate(x: Any, annotation: Annotation) -> Any:
 
 
 def annotate_weight(w: Any, use: Annotation, stored: Annotation) -> Any:
-    """Annotate a weight as it is used, and its gradient as it is stored."""
+    """Annotate a weight for its use, and its gradient with the annotation of the stored weight."""
 
     @jax.custom_jvp
     def gathered(w: Any) -> Any:

@@ -20,7 +20,7 @@ class AttentionCalls:
     """The calls of attention that come from one line of the model and take one implementation.
 
     Attributes:
-      implementation: Its name, such as `blockwise`.
+      implementation: Name of the implementation, such as `blockwise`.
       kernels: Names of the kernels that the calls run, such as `splash_forward`.
       source: Line of the model, `model.py:12`.
     """

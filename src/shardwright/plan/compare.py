@@ -23,8 +23,8 @@ class Placed:
       mesh_axes: Mesh axes of each dim, major first. `("?",)` means that the dim is left to the
         compiler. None if there is no spec.
       shards: Number of shards of each dim. None if there is no spec.
-      bytes: Bytes per device, 0 in host memory. None if spec, shape or dtype is missing, or a dim
-        is left to the compiler.
+      bytes: Bytes per device; 0 if the tensor is in host memory. None if spec, shape or dtype is
+        missing, or a dim is left to the compiler.
     """
 
     found: Resolution
@@ -98,7 +98,7 @@ class Comparison:
 
     @property
     def changed(self) -> tuple[Row, ...]:
-        """The rows that differ."""
+        """The rows whose two sides differ."""
         return tuple(row for row in self.rows if row.changed)
 
     @property

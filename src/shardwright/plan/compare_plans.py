@@ -225,7 +225,7 @@ def _lines(plan: Mapping[str, Any]) -> dict[str, frozenset[Hashable]]:
 
 
 def _places(plan: Mapping[str, Any], moved: Mapping[str, str]) -> dict[str, str]:
-    """Return how to show those lines of the left plan whose numbers mean other lines in the right.
+    """Return how to show lines of the left plan that moved, or whose number another line now has.
 
     A line that moved is shown with its new number. If a line is gone, and another line now has its
     number, the old line is marked `(before)`.

@@ -49,7 +49,7 @@ class FittingMesh:
 
 
 def find_other_mesh(program: Program, manager: Manager, topology: Topology) -> FittingMesh | None:
-    """Return a mesh of the same slice that a program fits on, else one with the verdict `close`.
+    """Return a mesh on the same slice on which a program fits, else one with the verdict `close`.
 
     A factor of one mesh axis of the program's mesh is moved to another mesh axis. Of the meshes
     that this gives, only those with the smallest state are planned.
@@ -132,10 +132,10 @@ def _first_fitting(
 
 
 def _exchanged(sizes: Mapping[str, int], manager: Manager) -> Iterator[dict[str, int]]:
-    """Yield the meshes in which one axis gives a factor of its size to another axis of the rules.
+    """Yield the meshes in which one mesh axis gives a factor of its size to another mesh axis.
 
-    Axes that the mesh does not have yet are added in front, so that the last mesh axes keep the
-    nearest devices.
+    Standard mesh axes that the rules name and the mesh lacks are added in front, so that the last
+    mesh axes keep the nearest devices.
     """
     named = set(manager.rules.named_mesh_axes())
     missing = [axis for axis in STANDARD_MESH_AXES if axis in named and axis not in sizes]
@@ -221,7 +221,7 @@ def find_smaller_rules(
       below: A change counts only if a device needs fewer bytes than this.
 
     Returns:
-      None if no change with which the program can be planned needs fewer bytes than `below`.
+      None if a device needs `below` bytes or more with every change that can be planned.
     """
     best: FittingRules | None = None
     for settings in _changes(strategy, manager, state):

@@ -46,7 +46,7 @@ class AxisPart:
 
     @property
     def hops(self) -> int:
-        """Links to the farthest device."""
+        """Number of links to the farthest device."""
         return self.size // 2 if self.ring else self.size - 1
 
     def __str__(self) -> str:
@@ -262,9 +262,9 @@ def _parts_of_sides(
 
 
 def _splits(free: Mapping[str, int], size: int) -> Iterator[dict[str, int]]:
-    """Yield each choice of one length per side.
+    """Yield each way to write `size` as a product of one length per side.
 
-    Each length divides its side, and the product of the lengths is `size`.
+    Each length divides the free length of its side.
     """
     if not free:
         if size == 1:

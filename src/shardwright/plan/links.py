@@ -152,5 +152,5 @@ def nccl_ways(
             steps = 2 * ((inside - 1) * hop + levels * protocol.network)
             yield protocol.share, (protocol.start + steps) * _MICROSECOND
     if kind in _GATHERS and inside == 1 and domains > 1:
-        # PAT, parallel aggregated trees, which NCCL has for one device per node only.
+        # PAT (parallel aggregated trees): NCCL has this algorithm only for one device per node.
         yield 0.75, (8.0 + levels * 14.0 / 3.5 + domains * 2.8) * _MICROSECOND

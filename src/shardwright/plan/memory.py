@@ -116,7 +116,7 @@ class TreeBytes:
         return TreeBytes(leaves=tuple(leaf for leaf in self.leaves if compiled.search(leaf.path)))
 
     def most_replicated(self) -> TreeBytes:
-        """Return the arrays that have replicated bytes, those with the most bytes first."""
+        """Return the arrays that have replicated bytes. Those with the most come first."""
         leaves = sorted(
             (leaf for leaf in self.leaves if leaf.replicated), key=lambda leaf: -leaf.replicated
         )

@@ -165,7 +165,7 @@ class PlanReport:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one device sends in all runs of all collectives, on rings."""
+        """Bytes that one device sends in all runs of all collectives, if each runs on a ring."""
         return sum(event.total_wire_bytes for event in self.events)
 
     @property
@@ -343,8 +343,8 @@ def price(
 def _check_weights(manager: Manager, traced: Trace, program: Program) -> None:
     """Refuse arguments that are annotated like inputs but used as weights inside the program.
 
-    A plan would store these arguments by the rules of activations. The program stores them by the
-    rules of weights, so the program would have other collectives than its plan.
+    The plan would shard such an argument by the rules of activations. In the program, it is stored
+    as a weight, by the rules of weights. So the plan would have other collectives than the program.
 
     Raises:
       StrategyError: There are such arguments, and `holds` does not say what they are.
@@ -394,7 +394,8 @@ def _with_gather(
         for entry in leaf.bytes.spec
         for axis in entry_names(entry)
     }
-    # Only axes of `policy.gather`: on purpose, weights keep other axes in matmuls, such as tp.
+    # Take only the axes of `policy.gather`. Weights keep other axes, such as tp, in matmuls on
+    # purpose.
     gathered = stored.intersection(manager.rules.policy.gather)
     return tuple(
         dataclasses.replace(

@@ -27,7 +27,7 @@ def find_renaming(
     """Return the mesh axes that replace each old mesh axis, or None if the traces would differ.
 
     Args:
-      pairs: The spec of each answer on the old mesh and on the new one.
+      pairs: For each request of the trace, its specs on the old mesh and on the new mesh.
       old: Mesh axis -> size, of the mesh of the trace.
       new: Mesh axis -> size, of the other mesh.
     """
@@ -67,7 +67,8 @@ def _extend(
     for axis in held:
         if axis not in renaming:
             taken = {other for axes in renaming.values() for other in axes}
-            # The first new axes with as many devices: `fsdp:4` may stand for `dp:2` and `fsdp:2`.
+            # Take the first new axes that have as many devices together as the old axis: `fsdp:4`
+            # may stand for `dp:2` and `fsdp:2`.
             part = next(
                 (
                     tuple(rest[:end])

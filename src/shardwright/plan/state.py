@@ -280,7 +280,7 @@ def _leaf(manager: Manager, array: CountedArray) -> StateLeaf:
         sharding = source or NamedSharding(manager.mesh, PartitionSpec())
     counted = leaf_bytes(array.value, sharding, path=array.path)
     causes = tuple(_cause(resolution, counted, axis, manager) for axis in counted.replicated_over)
-    # The role that the annotation resolves to tells weights from inputs.
+    # If no category is given, arrays with the role param are parameters, and all others are inputs.
     category = array.category
     if category is None:
         stored = resolution is not None and resolution.role is Role.PARAM
@@ -293,8 +293,8 @@ def _cause(resolution: Resolution | None, counted: LeafBytes, axis: str, manager
 
     If `policy.largest_dim` names the mesh axis, the cause is this policy, with the reason why it
     does not shard the array. Otherwise, the cause is the rule that skipped the mesh axis because a
-    size does not divide. If there is none, it is the rule of the largest dim: of the dims that the
-    mesh axis divides, the one with the most elements per device.
+    size does not divide. If there is no such rule, the cause is the rule of one dim: of the dims
+    that the mesh axis divides, the dim with the most elements per device.
     """
     sizes, policy = manager.mesh.shape, manager.rules.policy.largest_dim
     devices = sizes[axis]

@@ -112,7 +112,7 @@ class Trace:
         return not holds_primitive(self.jaxpr, "shard_map")
 
     def renaming(self, manager: Manager) -> Renaming | None:
-        """Return the mesh axes to rename so that the trace fits a manager, or None if it cannot.
+        """Return a renaming of mesh axes under which the trace fits a manager, else None.
 
         The renaming is empty if the trace fits as it is. The program must have `any_mesh` set.
         """
@@ -134,7 +134,7 @@ class Trace:
         return self.memory == rules.memory and self.saved == rules.saved
 
     def _runs_alike(self, manager: Manager) -> bool:
-        """Tell whether a manager has the rules of attention and of the pipeline of the trace."""
+        """Tell whether a manager has the trace's rules for attention and the trace's pipeline."""
         rules = manager.rules
         return self.attention == rules.attention and self.pipeline == rules.pipeline
 
@@ -142,8 +142,8 @@ class Trace:
         """Tell whether a trace under this manager would be the same.
 
         If the trace has answers or a `shard_map`, it has shapes of shards. Then the manager must
-        have the same mesh sizes, rules of attention and pipeline, and resolve each request to the
-        same spec.
+        have the same mesh sizes, the same rules for attention and the same pipeline, and must
+        resolve each request to the same spec.
         """
         if not self.moves_alike(manager):
             return False
@@ -218,8 +218,8 @@ def planning_manager(manager: Manager) -> tuple[Manager, Recorder]:
     The new manager resolves every request like the given one, on the same mesh.
     """
     recorder = Recorder(typed=is_typed(manager))
-    # JAX must not reuse a trace with annotations for another call, so each trace has a new token.
-    # JAX never frees the token, so it must be small.
+    # The token is in the keys of JAX's caches. A new token keeps JAX from reusing a trace with
+    # annotations under any other manager. JAX never frees the token, so it must be small.
     effect = Effect(recorder.place, recorder.gather, object(), recorder.record)
     return manager.having(effect=effect), recorder
 
@@ -269,11 +269,11 @@ def trace(
     arguments = jax.tree.unflatten(structure, map(argument_of, leaves, shardings))
 
     def traced_once(*arguments: Any) -> Any:
-        # A new function for each call: when it is freed, JAX frees its trace too.
+        # Each `trace` defines a new function. When the function is freed, JAX frees its trace too.
         try:
             return fetching(planning, function)(*arguments)
         except Exception as error:
-            # Check inside `jit`, which later removes the frames of JAX that raised the error.
+            # Check inside `jit`: later, it removes frames that `refuses_shardings` needs.
             if not recorder.typed or not _jax.refuses_shardings(error):
                 raise
             reason = " ".join(str(error).split())
@@ -321,7 +321,7 @@ def trace(
 
 
 def argument_of(leaf: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an argument, with this sharding only."""
+    """Return the shape and dtype of an argument, with a sharding in place of its own."""
     aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     # A Python scalar is weakly typed. Without `weak_type`, it would widen the results.
     weak = getattr(aval, "weak_type", False)

@@ -50,7 +50,7 @@ def arguments_as_weights(jaxpr: Any) -> tuple[ArgumentAsWeight, ...]:
 def _follow(
     jaxpr: Any, inputs: Sequence[_Known], found: dict[int, ArgumentAsWeight], outer: str = ""
 ) -> list[_Known]:
-    """Add the annotations of a jaxpr. Return, for each result, which argument it is, or None.
+    """Add the annotations of a jaxpr to `found`. Return which argument each result is, or None.
 
     An equation inside of `gather` has no line in the user's code. For such an equation, take the
     line of the call, `outer`.

@@ -35,7 +35,8 @@ def program_type(
     wire = operand.shapes[0].dtype
     lone = len(instruction.operands) == 1
     reduction = instruction.attributes().get("to_apply", "")
-    # XLA names re-associated sums `_reassoc_promoted`, though the program itself may add in `wire`.
+    # XLA names re-associated sums `_reassoc_promoted`, even if the program itself adds in `wire`.
+    # So this suffix alone does not show that XLA widened the type.
     promoted = wire in _PROMOTED and reduction.removesuffix("_reassoc_promoted").endswith(
         "_promoted"
     )

@@ -43,7 +43,8 @@ def source_lines(lines: list[str]) -> dict[str, str]:
     frames = {}
     for key, place in places.items():
         frame, callers = key, [place]
-        # XLA writes a caller before its callees. Any other order, maybe a circle, ends the chain.
+        # XLA writes a caller before its callees, so the id of a parent is smaller. Stop at any
+        # other id, because the chain could be a cycle.
         while int(parents[frame]) in range(1, int(frame)):
             frame = parents[frame]
             callers.append(places[frame])

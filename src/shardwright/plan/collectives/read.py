@@ -90,9 +90,9 @@ class _Reader:
     Attributes:
       module: The program.
       sizes: Size of each mesh axis.
-      positions: Position in the mesh of each device of the program. If each slice runs a program,
-        these are the devices of the first slice.
-      slices: Mesh axes between the slices if each slice runs a program, else None.
+      positions: Position in the mesh of each device of the program. If each slice runs a program
+        of its own, these are the devices of the first slice.
+      slices: Mesh axes between the slices if each slice runs a program of its own, else None.
       trips: Trip count of loops whose end depends on data, or None.
       dtypes: Element type that is sent -> element type in the program.
       holding: Computations that contain a collective, directly or through calls.
@@ -247,7 +247,8 @@ class _Reader:
             if instruction.opcode == "send" or kind is Kind.RAGGED_ALL_TO_ALL
             else instruction.operands
         )
-        # A permute with `slice_sizes` sends only a part of its operands.
+        # A permute with `slice_sizes` sends only a part of its operands. This code cannot count the
+        # bytes of such a permute, so it raises an error.
         if "slice_sizes" in attributes or not payload:
             raise ProgramError(
                 f"{instruction.opcode} {instruction.name} (line {instruction.line}) "
@@ -342,8 +343,9 @@ def _device_positions(
     size = math.prod(sizes.values())
     if module.partitions == size:
         return range(size), None
-    # With several slices, XLA compiles one program per slice. The groups of this program number the
-    # devices of that slice. Devices of a single slice have no `slice_index`.
+    # With several slices, XLA compiles one program per slice. In the groups of such a program, the
+    # device numbers count the devices of its slice only. Devices of a single slice have no
+    # `slice_index`.
     slices: dict[int, list[int]] = {}
     for position, device in enumerate(mesh.devices.flat if isinstance(mesh, Mesh) else ()):
         slices.setdefault(getattr(device, "slice_index", 0) or 0, []).append(position)

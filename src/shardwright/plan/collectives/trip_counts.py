@@ -94,7 +94,8 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
     body = module.computations[attributes["body"].lstrip("%")]
     try:
         return _run(module, condition, body, _start(module, frame, loop))
-    # `_value` is recursive: a very long chain of instructions overflows, and the count is unknown.
+    # `_value` is recursive. A very long chain of instructions overflows Python's stack, so that the
+    # count is unknown.
     except RecursionError:
         return None
 

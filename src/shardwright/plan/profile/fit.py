@@ -57,7 +57,7 @@ def fitted_chip(profile: Profile) -> str:
             "the profile has no matmuls of the plan, and no collective of 1 MiB or more",
             fix="record a larger program",
         )
-    # The name of a program is in a file, and may have quotes.
+    # The program's name comes from the files of the profile, so it may contain quotes.
     source = visible(f"profile of {profile.program}, {profile.runs} runs on {layout.topology}")
     quoted = json.dumps(source, ensure_ascii=False)
     date = dt.datetime.now(dt.UTC).date().isoformat()

@@ -2,9 +2,10 @@
 
 XLA for GPUs runs most operations as nodes of CUDA graphs, its "command buffers". In a profile, all
 kernels of a graph have the operation name of the graph, such as `command_buffer_1`, and equal
-fusions share a kernel. So neither of the two names says which operation ran. The number of the node
-does: XLA makes a node per operation, in the order of the schedule. The kernels of a library, such
-as cuBLAS for a matmul, are a graph inside a node. They are numbered after all nodes of XLA.
+fusions share a kernel. So neither the operation name nor the name of the kernel says which
+operation ran. The number of the node does: XLA makes a node per operation, in the order of the
+schedule. The kernels of a library, such as cuBLAS for a matmul, are a graph inside a node. They are
+numbered after all nodes of XLA.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _names(kernels: Sequence[TimedOp], module: Module) -> dict[int, str]:
     # A node of XLA without a kernel of its own contains the graph of a library.
     count = min((each.node for each in inner), default=last + 1)
     kinds = [nodes.get(node, _CALL) for node in range(count)]
-    # A graph has a part of one computation: of the entry, or of the body of a loop.
+    # The nodes of a graph come from one computation: the entry, or the body of a loop.
     aligned = max((_aligned(kinds, part) for part in parts), key=len)
     if len(aligned) < 0.9 * count:
         return {}

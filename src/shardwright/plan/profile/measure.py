@@ -200,7 +200,7 @@ def _most_first(parts: Iterable[T]) -> tuple[T, ...]:
 
 
 def _choose(recording: Recording, program: str | None) -> str:
-    """Return the program of that name, or the program that took the most time.
+    """Return `program`, or the name of the program that took the most time if `program` is None.
 
     Raises:
       ProgramError: There is no such program.
@@ -261,8 +261,8 @@ def _collectives(
             continue
         if len({len(each) for each in took}) == 1:
             # In each run, the device that arrives last waits least, so the minimum over the devices
-            # has no waiting. Take it run by run, because another device may be last in the next
-            # run.
+            # has no waiting. Take the minimum of each run, because another device may be last in
+            # the next run.
             fastest = sum(map(min, zip(*took, strict=True)))
         else:
             # Some devices lack a part of the first or the last run, so their runs cannot be paired.

@@ -43,8 +43,8 @@ class ProgramOps:
     Attributes:
       sends: Operations that run or start a collective.
       ends: Operations that wait for a collective -> the operation that started it.
-      waits: All operations that do not compute themselves: those of loops, and of copies that run
-        beside other operations.
+      waits: Operations that compute nothing: those that only run other operations, such as loops,
+        and copies that run beside other operations.
       sources: Operations that compute -> line of the model, `model.py:12`, or "".
       matmuls: Operations that compute and have a matmul.
       entry: Operations outside of loops. Each runs once per run of the program.

@@ -167,7 +167,10 @@ def _stated(platform: str, lines: Any, device: str = "") -> Iterator[_Found]:
 
 
 def _tpu(plane: Any) -> Iterator[_Found]:
-    """Yield the operations of a TPU. One line has the runs of programs, another the operations."""
+    """Yield the operations of a TPU.
+
+    One line of its plane has the runs of the programs. Another line has the operations.
+    """
     lines = {line.name: line for line in plane.lines}
     if not {"XLA Modules", "XLA Ops"} <= lines.keys():
         return

@@ -65,7 +65,9 @@ class MeasuredAxis:
       seconds: Time of its collectives, as the mean over the devices.
       exposed: Time in which one of these collectives ran while the device computed nothing.
       rate: Bytes per second, on the device that waits least. None if nothing ran.
-      peak: Lowest and highest bytes per second of the slice, or None if no slice was planned.
+      peak: Range of the rate at which a device of the planned slice can send over the mesh axes, in
+        bytes per second. None if no slice of the profile's platform was planned, or if the mesh
+        axes only cross slices.
     """
 
     axes: tuple[tuple[str, ...], ...]

@@ -216,8 +216,8 @@ class SearchProgress:
 
 # Key of a candidate's program: the sizes of the mesh and, for each mode, the number of a trace, the
 # specs that shape it and the mesh axes of each annotation. A key from the candidate's own trace is
-# exact. A key from the trace on one device may not be: this trace may lack annotations, such as
-# those of an exchange between experts.
+# exact. A key from the trace on one device may be inexact, because this trace may lack annotations,
+# such as those of an exchange between experts.
 _ProgramKey = tuple[Any, ...]
 
 
@@ -431,7 +431,7 @@ class _Search:
         )
 
     def _held(self, manager: PartitionManager, mode: str) -> int:
-        """Return the bytes of the arguments on one device. Every trace of the mode gives these."""
+        """Return the bytes of the arguments on one device. All traces of a mode agree on them."""
         program = self.programs[mode]
         if program.any_mesh and mode not in self.single and not is_typed(manager):
             one = manager.having(mesh=abstract_mesh(dict.fromkeys(manager.mesh.axis_names, 1)))
@@ -525,8 +525,9 @@ class _Search:
         """Walk the groups that rank best, and remove them from `groups`."""
         ranked = _ranked(groups, most)
         best = set(ranked[:most])
-        # Keep the order of the space: a trace of a mesh with few large axes also fits meshes in
-        # which several small axes replace a large one. The reverse is not true (`find_renaming`).
+        # Keep the order of the space, which begins with meshes of few large axes. A trace of such a
+        # mesh also fits meshes in which several small axes replace a large one. The reverse is not
+        # true (`find_renaming`).
         chosen, others = deque(each for each in groups if each in best), deque(ranked[most:])
         of, done = sum(len(groups[specs]) for specs in chosen), 0
         candidates = []
@@ -547,8 +548,8 @@ class _Search:
                 else:
                     candidates += [] if candidate is None else [candidate]
                 self._report("planned", done, of)
-            # Only the candidate's own trace shows that the candidate fails. Then the next group is
-            # walked in place of this one.
+            # Only the walk shows that a candidate cannot be traced. If all candidates of a group
+            # fail, the next group is walked in its place.
             if failed == len(group) and others:
                 chosen.append(others.popleft())
                 of += len(groups[chosen[-1]])

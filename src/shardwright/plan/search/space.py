@@ -1,4 +1,4 @@
-"""The space of a search: strategies, every mesh of a slice in every order, settings of rules."""
+"""The space of a search: strategies, meshes of a slice, orders of mesh axes, settings of rules."""
 
 from __future__ import annotations
 
@@ -200,7 +200,10 @@ class Space:
 
 
 def _that_apply(strategy: Strategy, chosen: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Return each combination once, without pipeline settings if the strategy has no pipeline."""
+    """Return each combination of settings once.
+
+    If the strategy has no pipeline, the settings of pipelines are left out.
+    """
     found: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
     for settings in chosen:
         has_pipeline = strategy.pipeline.schedule or "pipeline.schedule" in settings

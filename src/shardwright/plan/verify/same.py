@@ -19,9 +19,9 @@ from shardwright.plan.collectives.frames import source_of
 from shardwright.plan.collectives.hlo import Instruction, Module, parse_hlo, split
 from shardwright.plan.collectives.instructions import callees_of
 
-# Attributes that do not change the result: names for people, numbers of the compiler, the order in
-# which a device runs independent instructions. (A custom call keeps `backend_config`, which is its
-# kernel.)
+# Attributes that do not change the result: names and source lines, ids that the compiler assigns,
+# the order in which a device runs independent instructions, and settings of the backend. (A custom
+# call keeps `backend_config`, which is its kernel.)
 _DROPPED: Final = frozenset(
     {"metadata", "channel_id", "control-predecessors", "backend_config", "frontend_attributes"}
 )

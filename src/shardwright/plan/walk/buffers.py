@@ -62,7 +62,7 @@ _ANGLES: Final = frozenset({"sin", "cos"})
 
 
 def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[ShardedValue]:
-    """Return the results of an equation with their buffers, and add it to the timeline."""
+    """Return the results of an equation with their buffers. Add the equation to the timeline."""
     values, ledger = list(results), step.ledger
     if ledger.timeline is None or step.name == "shard_map":
         return values  # the equations of a `shard_map` are in the timeline already
@@ -371,7 +371,9 @@ def _rows_of_table(step: PlanStep) -> Buffer | None:
 
 
 def _split(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs of those operands of a matmul that keep their last dim and another dim.
+    """Return the inputs of those operands of a matmul whose last dim and another dim are free.
+
+    A free dim is neither contracted nor a batch dim. Dims of size 1 do not count.
 
     Args:
       equation: A matmul.

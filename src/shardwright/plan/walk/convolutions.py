@@ -23,11 +23,11 @@ _GATHER: Final = "gather the dim with shard(...) before this {}"
 
 
 def convolution(step: PlanStep) -> list[ShardedValue]:
-    """Follow a convolution. A sharded dim that has several groups is gathered first."""
+    """Follow a convolution. A sharded dim that is divided into several groups is gathered first."""
     numbers, sizes = step.parameters["dimension_numbers"], step.ledger.sizes
     whole = [step.whole(0), step.whole(1)]
     # `names`: spatial dim -> its labels in the two operands and in the result. `reaches`: dim of
-    # the image -> the rows before and after a shard that its windows reach.
+    # the image -> the rows before and after a shard that the windows of the shard reach.
     names: dict[int, tuple[str, str, str]] = {}
     reaches: dict[int, tuple[int, int, int]] = {}
     # The mesh axes of the spatial dims along which the window has several elements.

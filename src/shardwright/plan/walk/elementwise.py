@@ -92,8 +92,8 @@ def _agreed(
 ) -> AxesByFactor:
     """Return one sharding for all operands: that of a constraint, else of the most sharded operand.
 
-    A mesh axis that this sharding does not use is added if it shards a dim of another operand, and
-    shards that same dim here.
+    If another operand shards a dim that has no mesh axes in this sharding, the dim gets the mesh
+    axes of the other operand, unless this sharding already uses one of them.
     """
     wanted, sizes = step.wanted[0], step.ledger.sizes
     asked = None if wanted is None else placed(known, known.results[0], wanted, sizes)

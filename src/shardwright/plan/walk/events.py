@@ -124,8 +124,8 @@ class Work:
     Attributes:
       flops: Floating-point operations. Of a `cond`, the largest branch counts.
       min_flops: Floating-point operations if the smallest branch of each `cond` counts.
-      fp8_flops: The part of `flops` of matmuls of two float8 operands.
-      f32_flops: The part of `flops` of matmuls with a float32 operand.
+      fp8_flops: The part of `flops` that is in matmuls whose two operands are float8.
+      f32_flops: The part of `flops` that is in matmuls with a float32 operand.
       matmul_bytes: Bytes that the matmuls read and write. Of a `cond`, the largest branch counts.
       repeated_flops: The part of `flops` that repeats other operations. Rematerialization repeats
         those of the forward pass. Devices along an idle mesh axis repeat those of each other.

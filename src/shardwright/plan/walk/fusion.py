@@ -41,12 +41,12 @@ class Reads:
     """Who reads each buffer of a program. The readers are the same for all choices of `Fusion`.
 
     Attributes:
-      counts: Buffer -> equations that read it.
-      matmuls: Buffer -> matmuls that read it.
+      counts: Buffer -> number of equations that read it.
+      matmuls: Buffer -> number of matmuls that read it.
       needed: Buffers that must be in memory: results, and operands of loops.
       stacked: Buffers that a loop writes to its stacked outputs (the `ys` of a scan).
       joined: Values whose uses are all in one kernel, see `_joined`.
-      reach: Buffer -> the last equation that reads it, see `_reach`.
+      reach: Buffer -> position of the last equation that reads it, see `_reach`.
     """
 
     counts: Mapping[Buffer, int]
@@ -90,7 +90,8 @@ def fused_buffers(
       entries: The equations, in order.
       reads: Who reads each buffer.
       fusion: Which values are fused.
-      join: Whether values join a kernel that has all their uses.
+      join: Whether a value is fused if all equations that use it are in one kernel, see `_joined`.
+        For `EAGER`, this is never a reason to fuse.
     """
     fused: set[Buffer] = set()
     for entry in entries:
@@ -125,9 +126,9 @@ def _is_repeated(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer
         # A slice that a loop reads in place takes no memory, but reading it takes time. So XLA
         # computes the gradient of a gate only once for its two matmuls.
         operands |= {each for each in _closest(buffer, _is_start) if each.operands is not None}
-    # `MOST` also fuses a value with a small operand, such as the mean of each row. The ways that
-    # give the upper end do not fuse it: otherwise the upper end of `unrolled_without_remat`, a
-    # program that was not used to fit the model, would be 0.96 of the peak.
+    # `MOST` also fuses a value with a small operand, such as the mean of each row. `NARROW` and
+    # `WIDE`, which give the upper end, do not fuse it. Otherwise the upper end would be 0.96 of the
+    # peak for `unrolled_without_remat`, a program that was not used to fit the model.
     small = buffer.size // _SMALL if fusion is Fusion.MOST else 0
     if sum(each.size for each in operands if each.size > small) > buffer.size:
         return False
@@ -179,7 +180,7 @@ def _joined(entries: Sequence[Entry], needed: Container[Buffer]) -> set[Buffer]:
 
 
 def _reach(entries: Sequence[Entry]) -> dict[Buffer, int]:
-    """Return, for each buffer, the last equation that reads it.
+    """Return, for each buffer, the position of the last equation that reads it.
 
     An equation that reads a value computed elementwise from the buffer counts as a reader, too.
     """
@@ -292,7 +293,7 @@ def roots(buffer: Buffer) -> list[Buffer]:
 
 def held(buffer: Buffer, fused: set[Buffer]) -> list[Buffer]:
     """Return what a use of a buffer reads: the buffer, or the operands of a fused buffer."""
-    # A shortcut for most buffers: this function runs for every use, in each way of fusing.
+    # A shortcut for most buffers: this function runs for every use, for each choice of `Fusion`.
     return _closest(buffer, lambda each: each not in fused) if buffer in fused else [buffer]
 
 

@@ -292,7 +292,7 @@ class Ledger:
     def doubt_kernel(self, mesh_axes: Iterable[str], location: WalkLocation) -> None:
         """Note that the gradient of a convolution kernel may be all-reduced, not reduce-scattered.
 
-        The reason is its layout on TPUs, which is not that of a matrix.
+        The reason is that the gradient does not have the layout of a matrix on TPUs.
         """
         if self.tiled:
             self.doubt(mesh_axes, location, _KERNELS)

@@ -101,7 +101,7 @@ class _Level:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Option:
-    """One method at one level: the mesh axes by which it groups devices, and the level after."""
+    """One method at one level: the mesh axes by which it groups devices, and the level after it."""
 
     group: frozenset[str]
     after: _Level
@@ -297,8 +297,8 @@ def _cost(lookup: Lookup, level: _Level, option: _Option) -> tuple[float, float]
 def _route(name: Name, held: Dims, goal: Dims) -> list[LookupMove]:
     """Return the one or two moves of an array from one sharding to another.
 
-    If one mesh axis of a dim moves to another dim, and another mesh axis of it is removed, XLA
-    first gathers the dim.
+    If a dim has a mesh axis that moves to another dim, and a mesh axis that is removed, XLA first
+    gathers the dim.
     """
     kept = {axis for have, want in zip(held, goal, strict=True) for axis in {*have} & {*want}}
     moved = (axes_of(held) & axes_of(goal)) - kept

@@ -54,7 +54,7 @@ _KINDS: Final = {
 _LOCAL: Final = frozenset(
     {
         *("axis_size", "pvary", "pcast", "preduced"),
-        # JAX 0.10 has the suffix in the names.
+        # In JAX 0.10, these two names end in `_p`.
         *("reduced_vary_cast", "reduced_vary_cast_p"),
         *("vary_unreduced_cast", "vary_unreduced_cast_p"),
         *("all_gather_done", "psum_done", "reduce_scatter_done"),
@@ -90,8 +90,10 @@ def shard_map(step: PlanStep) -> list[ShardedValue]:
     """Follow a `shard_map`: operands move to its input specs, then its body runs."""
     parameters, sizes = step.parameters, step.ledger.sizes
     manual = step.ledger.renamed(_jax.newly_manual_axes(parameters))
-    # In a pipeline and its layers, follow values too, with `_over_some`: carries are large, and
-    # only this function counts each carry once. It has no rules for kernels.
+    # `_follow` notes the collectives of a body, but does not follow its values. In a pipeline and
+    # its layers, use `_over_some`, which follows the values: carries are large, and only
+    # `_over_some` counts each carry once. It has no rules for kernels and for some collectives, so
+    # a body that has a kernel or a collective is not plain.
     body = getattr(parameters["jaxpr"], "jaxpr", parameters["jaxpr"])
     is_plain = step.ledger.in_stage and not any(
         holds_primitive(body, name) for name in (*_KINDS, "pallas_call")

@@ -2,7 +2,7 @@
 
 A mask is the result of a comparison, such as `index == iota`. One-hots are made of masks. A TPU's
 compiler computes equal masks once, before it chooses shardings. So a mask may get the sharding
-that the uses of an equal mask require. The uses of the first mask then have to gather it.
+that the uses of an equal mask require. The mask's own uses then have to gather it.
 """
 
 from __future__ import annotations

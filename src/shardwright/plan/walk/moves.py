@@ -178,8 +178,8 @@ def _exchanged(
         ends[to] = (*ends[to], axis)
     # XLA moves the last mesh axes of a dim, so the collective may run over other axes than `moved`.
     cut = frozenset(axis for at in changed for axis in _last(current[at], moved, sizes))
-    # The mesh axes in `cut` may have more devices than those that move, so take the size of a group
-    # from `moved`.
+    # The mesh axes in `cut` may have more devices than those in `moved`, so take the size of a
+    # group from `moved`.
     devices = shards(moved, sizes)
     transfers = [_transfer(Kind.ALL_TO_ALL, cut, current, sizes, devices=devices)]
     if tuple(ends) != goal or cut != moved:

@@ -85,7 +85,7 @@ def padded_copies(
 
 
 def is_across(buffer: Buffer) -> bool:
-    """Tell whether a matrix is stored with its first dim along the lanes: its last dim is short."""
+    """Tell whether a matrix has its first dim along the lanes, because its last dim is short."""
     if len(buffer.shape) != _MATRIX or for_gpus():
         return False
     rows, columns = buffer.shape
@@ -129,7 +129,7 @@ def keep_copies(read: Iterable[Buffer | None], timeline: Timeline) -> None:
 
 
 def with_one_row(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs of each operand of a matmul whose other operand has only one row.
+    """Return, for a matmul, the inputs of each operand that is multiplied by only one row.
 
     Args:
       equation: A matmul.

@@ -230,8 +230,8 @@ def _follow(step: PlanStep) -> Sequence[ShardedValue]:
             step = with_typed_constants(step)
         results = [value.pruned() for value in rule(step)]
         if step.name not in _LOOPS:
-            # XLA moves loop-invariant code out of loops. So an equation runs as often as that one
-            # of its operands that is computed most often.
+            # XLA moves loop-invariant code out of loops. So an equation runs as often as the
+            # operand that is computed most often.
             runs = most_runs(step.values)
             results = [
                 value if value.runs == runs else dataclasses.replace(value, runs=runs)

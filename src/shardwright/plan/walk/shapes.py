@@ -128,7 +128,8 @@ def constraint(step: PlanStep) -> list[ShardedValue]:
         return [dataclasses.replace(value, origins={**value.origins, **target.origins})]
     dims = typed_dims(step.results[0], with_kept(target.dims, value.dims), step.ledger.sizes)
     if step.name == "reshard" and value.free and dims == value.dims:
-        return [value]  # a scatter into it still adds each update on the device of the update
+        # Keep `free`: a scatter into the value then adds each update on the device that has it.
+        return [value]
     if value.owed and not value.owed & axes_of(dims):
         dims = _scattered_later(step, value, dims)
     # The key is that of `PlanStep.move` with `use=None`, so later gathers to these dims share it.
