@@ -150,7 +150,7 @@ def _names_of(box: Any, place: str, rank: int, problems: list[Problem]) -> tuple
         what = f"the box has {len(names)} names {names} for {rank} dims"
         fix = (
             "give the parameter one name per dim\n"
-            "or pass a TrainState with params and opt_state, if it is a factored moment"
+            "or pass a TrainState with params and opt_state, if the array is a factored moment"
         )
         problems.append(Problem(error=RankMismatchError, what=what, path=place, fix=fix))
         return ()
@@ -175,8 +175,8 @@ def rules(
     The manager and the rules are part of jit's cache key, so a jitted function is traced again
     under another strategy or other names. flax's own rules are not part of that key.
 
-    Without `rules`, flax cannot initialize or apply an `nn.DenseGeneral` that has more than two
-    names under `jax.set_mesh`, because flax constrains the flattened kernel. In `rules`, flax
+    Under `jax.set_mesh` and without `rules`, flax cannot initialize or apply an `nn.DenseGeneral`
+    that has more than two names, because flax constrains the flattened kernel. In `rules`, flax
     constrains the full kernel instead.
 
     Without `rules`, flax replicates a dim whose name has no rule, and an array whose size does not

@@ -3,7 +3,7 @@
 `nn.DenseGeneral` calls its initializer with a flattened shape of rank 2, and reshapes the result.
 flax applies the constraint of the names to the flattened array too. If there are more names than
 flattened dims, JAX raises an error. Here, only the reshaped array has the constraint. This file
-imports flax, so `rules` imports it only when it is called.
+imports flax, so only a call of `rules` imports this file.
 """
 
 from __future__ import annotations

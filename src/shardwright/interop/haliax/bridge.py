@@ -266,7 +266,7 @@ def to_strategy(
     own_axes = tuple(own_axes)
     given = read_names(names, own_axes, are_imported=True)
     if roles := [name for name, target in given.items() if not isinstance(target, str)]:
-        what = f"haliax uses a name in both roles, so {roles[0]!r} cannot have one role"
+        what = f"haliax uses a name in both roles, so {roles[0]!r} cannot have only one role"
         raise StrategyError(what, fix=f"write {roles[0]!r}: sw.EMBED")
     axes = {name: given.get(name, f"logical_{plain_name(name)}") for name in every}
     pairs, targets, places = [], {}, []

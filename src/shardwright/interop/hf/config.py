@@ -104,7 +104,7 @@ class Config:
         return value
 
     def real(self, key: str, given: Any = None) -> float | None:
-        """Return `given` or the value of the key, a positive number; None if both are absent."""
+        """Return a positive number: `given`, else the value of the key. None if both are absent."""
         value = self.values.get(key) if given is None else given
         if value is None:
             return None
@@ -366,14 +366,14 @@ def complete(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
     sizes = [f"{key} {value}" for key, value in taken.items() if key in (*_SHAPE, *_EXPERTS)]
     if sizes:
         notes = (f"{', '.join(sizes)}: not in text_config, but outside of it", *notes)
-    return own, ("only the decoder of text is planned, not the model's other parts", *notes)
+    return own, ("only the text decoder is planned, not the model's other parts", *notes)
 
 
 def _filled(
     values: dict[str, Any], why: str, *, skip: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Add class defaults, with a note for each default of a size."""
-    # A family without a row has no defaults here: its configuration must be whole.
+    """Add class defaults. Return the values, and a note that lists the sizes that were added."""
+    # A family that is not in `DEFAULTS` has no defaults: its configuration must have all values.
     known = dict(DEFAULTS.get(values["model_type"], {}))
     heads, kv_heads = values.get("num_attention_heads"), known.get("num_key_value_heads")
     if type(heads) is int and kv_heads and heads % kv_heads:

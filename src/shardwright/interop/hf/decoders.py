@@ -138,7 +138,7 @@ class LoadedDecoder:
         if reasons:
             raise StrategyError(
                 f"{self.config.family} cannot be served: {'; '.join(reasons)}",
-                fix="write the forward pass yourself; plans and the parameters do not need it",
+                fix="write the forward pass yourself; planning and loading work without it",
             )
 
 
@@ -240,8 +240,8 @@ def arrange(
       specs: Path of each parameter -> its spec.
 
     Raises:
-      CheckpointError: A parameter has no tensor, or its tensor has another size or no floats. Or a
-        tensor belongs to no parameter. All problems are reported at once.
+      CheckpointError: A parameter has no tensor, or its tensor has another size or is not of a
+        float dtype. Or a tensor belongs to no parameter. All problems are reported at once.
     """
     family = tensors_of(checkpoint.config)
     prefix = (
@@ -273,7 +273,8 @@ def arrange(
         is_part = path.endswith(("attention/key", "attention/value"))
         latents = [each.attention for each in sizes.stacks if is_part]
         latent = next((each for each in latents if isinstance(each, LatentConfig)), None)
-        # `kv_b_proj` of DeepSeek has the plain key and then the value of each head.
+        # `kv_b_proj` of DeepSeek has, for each head, the part of the key that is not rotated, and
+        # then the value.
         start = latent.plain_dim if latent is not None and path.endswith("value") else 0
         arranged = _arranged(checkpoint, names, path, spec, start)
         found[path] = arranged

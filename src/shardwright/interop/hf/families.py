@@ -378,7 +378,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "qwen3_moe": _QWEN_MOE,
         "gemma": Family(tensors=GEMMA_TENSORS, read=readers_of.gemma),
         "gemma2": _GEMMA_2,
-        # A model of text and images. Only its decoder of text is planned.
+        # A model of text and images. Only its text decoder is planned.
         "gemma3": Family(read=readers_of.gemma),
         "gemma3_text": _GEMMA_2,
         "mixtral": Family(tensors=MIXTRAL_TENSORS, read=readers_of.mixtral),
@@ -445,7 +445,7 @@ def sizes_of(values: Any, source: str, *, param: str | None, capacity: float | N
 
 
 _TEXT_FIX: Final = (
-    "save the decoder of text alone, with transformers:\n"
+    "save only the text decoder, with transformers:\n"
     "whole = AutoModelForImageTextToText.from_pretrained(folder)\n"
     "text = AutoModelForCausalLM.from_config(whole.config.text_config)\n"
     "text.model.load_state_dict(whole.model.language_model.state_dict())\n"
@@ -468,7 +468,7 @@ def tensors_of(config: Mapping[str, Any]) -> Tensors:
     parts = [key for key in ("text_config", "vision_config", "audio_config") if config.get(key)]
     if parts:
         raise CheckpointError(
-            f"config.json: the model {kind!r} is more than a decoder of text: it has "
+            f"config.json: the model {kind!r} is more than a text decoder: it has "
             f"{', '.join(parts)}. The tensors of such models cannot be read",
             fix=_TEXT_FIX,
         )

@@ -47,7 +47,7 @@ def annotate(tree: Any, config: Mapping[str, Any], *, axes: Mapping[str, Any] | 
         name of a stack has no number.
       config: The content of `config.json`.
       axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
-        is found in a name applies, even if the table of the family has that tensor.
+        is found in a name applies, also to a tensor that the family has.
 
     Raises:
       CheckpointError: Tensors are unknown, or their shapes differ from the configuration. All are
@@ -117,7 +117,7 @@ def axes_of(
 
     found = {name: of(name) for name in shapes}
     raise_problems(limited([place for place in found.values() if isinstance(place, Problem)]))
-    # It is no error if an earlier pattern matches all tensors of a pattern too.
+    # It is no error if earlier patterns have matched all tensors that a pattern matches.
     if unmatched := [
         written
         for written, (pattern, _) in zip(given, rules, strict=True)
@@ -173,7 +173,7 @@ class NameTable:
           CheckpointError: The model is unknown, or a size is absent or invalid.
         """
         family = tensors_of(config)
-        # If the configuration lacks a value, the checkpoint has the class default.
+        # A value that the configuration lacks has the default of the configuration's class.
         whole = Config(values=complete(Config(values=config))[0])
         return cls(family=family, rows=family.rows(), dims=dims_of(whole), config=whole)
 
@@ -217,7 +217,8 @@ class NameTable:
 
     def _out_of_range(self, name: str, numbers: Mapping[str, int]) -> Problem | None:
         """Return a problem if the number of a layer or of an expert is too large."""
-        # DeepSeek-V3 numbers the layers that predict further tokens after its decoder layers.
+        # In DeepSeek-V3, layers that predict further tokens follow the decoder layers, and have the
+        # next numbers.
         further = self.config.size("num_nextn_predict_layers") or 0
         for kind, number in numbers.items():
             if kind == "layers":
@@ -287,9 +288,9 @@ class NameTable:
     def required(self, present: set[str]) -> Iterator[str]:
         """Yield the names of the tensors that the checkpoint must have.
 
-        A layer has one kind of attention and one kind of MLP: the kinds with the most tensors that
-        are present. If one layer has an optional tensor, such as a bias, all layers of this kind
-        must have it.
+        Among the kinds of attention, a layer has the kind with the most tensors in the checkpoint.
+        The same holds for MLPs. If one layer has an optional tensor, such as a bias, all layers of
+        this kind must have it.
         """
         family = self.family
         prefix = family.prefix if any(name.startswith(family.prefix) for name in present) else ""

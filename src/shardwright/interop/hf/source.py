@@ -306,7 +306,7 @@ def safetensors_of(folder: Path) -> dict[str, SafetensorsTensor]:
             raise CheckpointError(f"{index} is not an index of tensors", fix=fix)
         return _indexed(folder, weights)
     files = sorted(folder.glob("*.safetensors"))
-    # Other files beside this one are variants, such as model.fp16.safetensors, or adapters.
+    # Files beside model.safetensors are variants, such as model.fp16.safetensors, or adapters.
     if (plain := folder / _PLAIN) in files:
         return _tensors_of(plain)
     if len(files) == 1:

@@ -282,11 +282,11 @@ class Decoder:
                 path="layers",
                 rule=_rule_of_layers(),
                 fix='write schedule = "none" under [pipeline], or serve under a strategy without '
-                "pp; plan training by --mode train",
+                "pp; plan training with --mode train",
             )
         x = self.start(params, tokens)
         written = []
-        # All layers have the same lengths, so compute rotary positions once and not per layer.
+        # The caches of all layers have equal lengths, so compute rotary positions only once.
         length: Any = next((cache.length for cache in caches if isinstance(cache, KVCache)), None)
         layers = zip(self.numbered(), params["layers"], caches, strict=True)
         for (stack, number), w, cache in layers:
@@ -303,7 +303,7 @@ class Decoder:
     def logits(
         self, params: Any, tokens: Any, caches: Any, valid: Any
     ) -> tuple[jax.Array, list[Any]]:
-        """Return the logits of all tokens, and the caches: the function that an engine takes."""
+        """Return the logits of all tokens, and the caches. An engine calls this as its model."""
         x, written = self.appended(params, list(caches), tokens, valid)
         sizes = self.sizes
         return (

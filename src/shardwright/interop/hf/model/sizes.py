@@ -221,7 +221,7 @@ def _with_patterns(config: Config, stack: Stack, differs: list[str]) -> tuple[St
     if _CHUNKED in kinds:
         differs.append("chunked attention is computed with sliding windows instead of chunks")
         kinds = [_LOCAL if kind == _CHUNKED else kind for kind in kinds]
-    # The size is read only where a layer has a window: other configurations may lack it.
+    # Read the size of the window only if a layer has one: other configurations may lack this size.
     windows: dict[str, Window | None] = {_GLOBAL: None}
     if _LOCAL in kinds:
         # A window of n positions has the query's own position and n - 1 before it.
@@ -345,7 +345,7 @@ def qwen(config: Config) -> Sizes:
                 fix="write the model in Python, and pass it as file.py:function",
             )
         if shared:
-            differs += ("the shared experts have no gate",)
+            differs += ("the shared experts have no gate in this decoder",)
         mlp = _moe_block(
             config,
             "num_experts",
@@ -403,7 +403,7 @@ def gpt_oss(config: Config) -> Sizes:
         attention=_attention(config, bias=bias, sinks=True),
         mlp=mlp,
     )
-    differs = ("the router and the experts have no biases, and no clamped activation",)
+    differs = ("in this decoder, the router and experts have no biases and no clamped activation",)
     return _sizes(config, (stack,), (), differs)
 
 
@@ -446,7 +446,7 @@ def deepseek(config: Config) -> Sizes:
         stacks = (first, *stacks)
     differs: tuple[str, ...] = ()
     if config.flag("attention_bias"):
-        differs += ("the projections of attention have no biases",)
+        differs += ("the projections of attention have no biases in this decoder",)
     if config.values.get("num_nextn_predict_layers"):
         differs += ("layers that predict further tokens are left out",)
     return _sizes(config, stacks, (), differs)
