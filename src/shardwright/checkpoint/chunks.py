@@ -21,8 +21,9 @@ from shardwright.reshard.route import Route, find_route
 CHUNK: Final = 4 * 2**20
 # Largest number of bytes that a process reads at the same time. A single shard may be larger.
 AT_ONCE: Final = 64 * 2**20
-# An array that takes more bytes than this on all devices is read in pieces of at most this size. A
-# piece is in memory up to three times: as it was read, cut for each device, and on the devices.
+# An array that takes more bytes than this, summed over all devices, is read in pieces of at most
+# this size. A piece is in memory up to three times: as it was read, cut for each device, and on the
+# devices.
 PIECE: Final[int] = 32 * 2**20
 
 
@@ -36,9 +37,9 @@ def read(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> dict[str, An
     """Return the arrays of a checkpoint as a tree of dicts, each with the sharding of its target.
 
     Args:
-      orbax: The module.
+      orbax: The module `orbax.checkpoint`.
       folder: Folder of the arrays.
-      targets: The leaves to read. Leaves that are not arrays are not read.
+      targets: The leaves of the target. Those that are not stored as arrays are skipped.
 
     Raises:
       KeyError, ValueError, OSError: The files are damaged.
@@ -174,8 +175,8 @@ def open_array(folder: str, path: tuple[str, ...]) -> StoredArray:
 
     base = folder if "://" in folder else f"file://{folder}"
     spec: Mapping[str, Any] = {
-        # TensorStore reads from the files whether they are zarr or zarr3. orbax puts all arrays of
-        # a state into one OCDBT store.
+        # With this driver, TensorStore detects whether the files are zarr or zarr3. orbax puts all
+        # arrays of a state into one OCDBT store.
         "driver": "auto",
         "kvstore": {
             "driver": "ocdbt",

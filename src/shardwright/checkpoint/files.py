@@ -45,8 +45,8 @@ def check_outside_of_trace(what: str, error: type[ShardingError]) -> None:
     if _jax.in_trace():
         raise error(
             f"{what} only outside of jit",
-            fix="call this function on the results of the compiled function, or before that "
-            "function",
+            fix="call this function before the compiled function, or on the results that the "
+            "compiled function returns",
         )
 
 

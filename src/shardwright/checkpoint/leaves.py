@@ -40,7 +40,8 @@ class SavedLeaf:
       path: Names from the root of the state to the leaf.
       kind: How the leaf is written.
       shape: Global shape. For an array of keys, without the dim of the bits.
-      dtype: Name of the dtype, of the implementation of a key, or of the type of a number.
+      dtype: Name of the dtype, such as `float32` or, for keys, `key<fry>`. For a number, the name
+        of its Python type.
       value: The text of a number, or "" for other kinds.
     """
 
@@ -218,7 +219,7 @@ class TargetLeaf:
     """One leaf that is restored.
 
     Attributes:
-      saved: The saved leaf with its path.
+      saved: The saved leaf at the path of `target`.
       target: The leaf of the target: an array, a `jax.ShapeDtypeStruct` or a number.
     """
 
@@ -228,8 +229,8 @@ class TargetLeaf:
     @property
     def sharding(self) -> Sharding | None:
         """Sharding in which the leaf is read. None for NumPy, and for JAX's default device."""
-        # An uncommitted array follows the other operands of an operation. So the restored array
-        # must be uncommitted too.
+        # JAX moves an uncommitted array to the devices of the other operands of an operation. So
+        # the restored array must be uncommitted too.
         if isinstance(self.target, jax.Array) and not self.target.committed:
             return None
         sharding: Sharding | None = getattr(self.target, "sharding", None)
@@ -239,7 +240,7 @@ class TargetLeaf:
 
     @property
     def is_recut(self) -> bool:
-        """Whether a stack of layers is cut into other repeats in the file than in the target."""
+        """Whether the shape in the file is not that of the target; see `recut` of `restore`."""
         return self.saved.kind is LeafKind.ARRAY and self.saved.shape != np.shape(self.target)
 
     def read_as(self) -> Any:
@@ -262,7 +263,7 @@ class TargetLeaf:
         return (*shape, *bits.shape), str(bits.dtype)
 
     def restored(self, value: Any) -> Any:
-        """Return the restored leaf. `value` is what orbax has read, or None for nothing."""
+        """Return the restored leaf. `value` is the array that was read, or None."""
         if self.saved.kind is LeafKind.NUMBER:
             number = self.saved.number()
             return type(self.target)(number) if isinstance(self.target, enum.Enum) else number
@@ -331,8 +332,8 @@ def _misfit(leaf: SavedLeaf, target: Any, *, recut: bool) -> tuple[str, str] | N
     """Return the difference between a saved leaf and a leaf of the target, and the fix."""
     is_array = isinstance(target, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
     if not is_array and not isinstance(target, (bool, int, float, complex)):
-        # Other values with a shape and a dtype have no sharding that this code can read: an
-        # `ArraySpec`, the type of an array, an array of another library.
+        # Other values with a shape and a dtype, such as an `ArraySpec`, the type of an array or an
+        # array of another library, have no sharding that this code can read.
         return (
             f"the target is {type(target).__name__}",
             "pass arrays, jax.ShapeDtypeStructs or numbers, such as pm.abstract(specs)",
@@ -352,14 +353,14 @@ def _misfit(leaf: SavedLeaf, target: Any, *, recut: bool) -> tuple[str, str] | N
         asked = SavedLeaf(path=leaf.path, kind=kind, shape=tuple(target.shape), dtype=dtype)
         fix = "restore it as it was saved, then convert it"
         if same_layers and dtype == leaf.dtype:
-            fix += "; if both are one stack of layers, cut into other repeats, pass recut=True"
+            fix += "; if both are the same stack of layers with other repeats, pass recut=True"
         return f"saved as {leaf}, and the target is {asked}", fix
     # Without x64, JAX has dtypes of at most 32 bits. Only a `ShapeDtypeStruct` can have 64 bits
     # then, because JAX cannot create such an array.
     narrowed = dtype in _WIDE and str(jax.dtypes.canonicalize_dtype(dtype)) != dtype
     if isinstance(target, jax.ShapeDtypeStruct) and narrowed:
         return (
-            f"saved as {leaf}, and JAX has no 64 bits here, so it would be cut to 32",
+            f"saved as {leaf}, and JAX has no 64-bit dtypes here: values would be cut to 32 bits",
             "pass a NumPy array as the target, or set jax_enable_x64",
         )
     if isinstance(target, jax.ShapeDtypeStruct) and target.sharding is None:
@@ -414,7 +415,7 @@ def _sharding_misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
 def _has_same_layers(saved: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Tell whether two shapes may be of one stack of layers.
 
-    The shapes are `[layers, ...]`, or the layers are cut into repeats.
+    The shape of a stack is `[layers, ...]` or `[repeats, layers / repeats, ...]`.
     """
     cuts = [
         {shape, (math.prod(shape[:2]), *shape[2:])} if len(shape) > 1 else {shape}

@@ -188,11 +188,11 @@ def _cut(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> d
     for name, shape in shapes.items():
         whole = tensors[name].shape if name in tensors else None
         if whole is None:
-            what = "shapes names it, and no tensor has this name"
+            what = "no tensor has this name, which is a key of the argument shapes"
         elif len(shape) != len(whole) or not all(
             0 < size <= most for size, most in zip(shape, whole, strict=True)
         ):
-            what = f"shapes has {tuple(shape)}, and the tensor has {whole}"
+            what = f"the argument shapes has {tuple(shape)} for it, and the tensor has {whole}"
         else:
             cut[name] = _Cut(value=tensors[name], shape=tuple(shape))
             continue
@@ -269,7 +269,7 @@ def _reserve(stream: BinaryIO, size: int) -> None:
 
 
 def _shards(value: Any) -> Iterator[tuple[Any, np.ndarray[Any, Any]]]:
-    """Yield (place, values) for each part of an array. Equal parts of replicas come only once."""
+    """Yield (place, values) for each part of an array. A replicated part comes only once."""
     if isinstance(value, _Cut):
         for index, shard in _shards(value.value):
             starts = [part.start or 0 for part in index] or [0] * shard.ndim

@@ -32,7 +32,9 @@ _DELETED = ".deleted"
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Saving:
-    """A checkpoint that orbax writes. A step may donate the arrays, because orbax has copied them.
+    """A checkpoint that orbax writes.
+
+    The next training step may donate the arrays of the state, because orbax has copied them.
 
     Attributes:
       step: Number of the checkpoint.
@@ -204,9 +206,9 @@ def restore(
       step: Number of the checkpoint. Defaults to the newest.
       partial: Whether the target may leave out saved leaves. A server, for example, needs no
         moments.
-      recut: Whether a stack of layers may be cut into other repeats in the file than in the target:
-        `[layers, ...]`, or `[repeats, layers / repeats, ...]` of a circular pipeline. The layers
-        have the same order in both.
+      recut: Whether a stack of layers may have another shape in the file than in the target. A
+        stack is `[layers, ...]`, or `[repeats, layers / repeats, ...]` for a circular pipeline. The
+        order of the layers is the same in all these shapes.
 
     Raises:
       CheckpointError: There is no such checkpoint, or it cannot be read. Leaves differ in path,

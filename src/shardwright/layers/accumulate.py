@@ -106,7 +106,7 @@ def accumulate(
     examples of each device.
 
     Args:
-      loss: Function of (params, batch, channel) that returns (`Weighted(total, weight)`, seen) of
+      loss: Function of (params, batch, channel) that returns (`Weighted(total, weight)`, seen) for
         the examples in `batch`, such as `(cross_entropy(...).weighted, None)`. It runs inside a
         `shard_map` over the mesh axes of BATCH. If a key is given, the loss is called with `key=`
         too. It may not close over a key, because all microbatches would then use the same key.
@@ -114,17 +114,17 @@ def accumulate(
       specs: The `ArraySpec`s of the parameters.
       mean_over: "examples" if the loss returns (mean, seen), where the mean is a scalar in which
         every example has the same weight. By default, the loss returns a `Weighted`.
-      gather: When to gather the weights that FSDP shards: "each" time that the loss gathers them,
-        or "once", before the first microbatch.
+      gather: When to gather the weights that FSDP shards. "each": in each microbatch, where the
+        loss gathers them. "once": before the first microbatch.
       trainable: Function that tells from the path of a parameter whether to train it, such as
         `lambda path: "lora" in path`. The other parameters are not differentiated, and their
         gradients are None. By default, all are trained.
 
     Returns:
-      Function of `params`, as stored; `batch`, a tree of arrays whose dim 0 is BATCH; `channel`, of
-      `fp8.new_channel(scaling, uses=n)`, or None; and `key`, a JAX key, from which each microbatch
-      of each device gets its own key. The leaves of `sent` and `seen` are maxima over all devices,
-      not sums. With delayed scaling, pass both to `fp8.update`.
+      Function of `params`, as stored; `batch`, a tree of arrays whose dim 0 is BATCH; `channel`,
+      from `fp8.new_channel(scaling, uses=n)`, or None; and `key`, a JAX key, from which each
+      microbatch of each device gets its own key. The leaves of `sent` and `seen` are maxima over
+      all devices, not sums. With delayed scaling, pass both to `fp8.update`.
 
     Raises:
       IndivisibleError: n does not divide the examples of a device.

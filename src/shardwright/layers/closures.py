@@ -19,7 +19,7 @@ def closed_over_keys(function: Callable[..., Any]) -> list[str]:
     """Return the names of the PRNG keys that a function closes over.
 
     The search covers the closure of the function, the globals that it reads, and the arguments of
-    `functools.partial`. It also covers the functions of the same module that this function names.
+    `functools.partial`. It also covers functions of the same module to which the function refers.
     Keys inside trees and objects are not reported, because a loss may close over a whole training
     state, which has a key.
     """

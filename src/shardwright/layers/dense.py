@@ -73,10 +73,10 @@ def dense(
 ) -> Any:
     """Return `x @ kernel + bias`, sharded as `out` resolves.
 
-    The last `contract` dims of `x` are contracted with the first ones of the kernel. Without an
-    ambient manager nothing is sharded. Inside a `shard_map`, the operands are shards. If the
-    `shard_map` has split a contracted dim, the caller must apply `jax.lax.psum` to the result, and
-    add the bias only after that.
+    The last `contract` dims of `x` are contracted with the first `contract` dims of the kernel.
+    Without an ambient manager nothing is sharded. Inside a `shard_map`, the operands are shards. If
+    the `shard_map` has split a contracted dim, the caller must apply `jax.lax.psum` to the result,
+    and add the bias only after that.
 
     Args:
       x: `[..., *inputs]`.
@@ -135,7 +135,7 @@ def add_bias(y: Any, bias: Any) -> Any:
 
 
 def _matmul(x: Any, kernel: Any, contract: int) -> Any:
-    """Multiply, with no annotation of the result. Over Explicit mesh axes, JAX needs its spec."""
+    """Multiply without an annotation. Over Explicit mesh axes, choose the spec of the result."""
     rank = x.ndim
     dims = (tuple(range(rank - contract, rank)), tuple(range(contract)))
     left, right = jax.typeof(x).sharding, jax.typeof(kernel).sharding

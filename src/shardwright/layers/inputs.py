@@ -69,7 +69,7 @@ def check_names(names: tuple[str, ...], params: Any, *, create: str) -> None:
 def _problems(
     specs: Any, params: Any, parents: tuple[str, ...], path: str | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield each problem of a tree, with its fix. "" means: create the tree again."""
+    """Yield each problem of a tree, with its fix, or "" for the usual fix of `check_params`."""
     if not isinstance(params, Mapping):
         where = f"parameter {'/'.join(parents)} is" if parents else "the parameters are"
         yield (

@@ -58,7 +58,7 @@ def specs(
     Args:
       config: The rank.
       inputs: Axis and size of the dims that the adapted matmul contracts.
-      outputs: Axis and size of the dims of its result.
+      outputs: Axis and size of the dims of the adapted matmul's result.
       init: Initializer of `a`. Defaults to that of `dense.specs`.
       dtypes: `param` is the dtype of the parameters.
     """

@@ -232,7 +232,7 @@ def _logits(
         values = cap * jnp.tanh(values / cap)
     if vocab is None:
         return values
-    # Hide the logits of padding after the softcap, because its tanh would turn -inf into -c.
+    # Hide the logits of padding after the softcap, because its tanh would turn -inf into -cap.
     number = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2)
     return jnp.where(number < vocab, values, -jnp.inf)
 
@@ -327,7 +327,7 @@ def _check_padding(weight: Any, tied: bool, vocab: Any) -> None:
 
 
 def _check_labels_in(labels: Any, vocab: int, ignore: int) -> None:
-    """Check labels against the vocabulary, if the labels have values.
+    """Check labels against the vocabulary, if this process can read all of their values.
 
     The check adds no operations to the program.
     """

@@ -27,7 +27,7 @@ class Microbatches:
     The mesh axes of BATCH are some axes before pp, then pp, then some axes after pp. Let `a` be the
     number of shards over the axes before pp, `c` the number over the axes after pp, S the number of
     stages, and m = S q the number of microbatches. Each shard has k rows of each of its
-    microbatches. The numbers of the B rows are then reshaped:
+    microbatches. To see which rows a microbatch has, reshape the indices of the B rows:
 
         [B] = [a, S, c, q, k],  and microbatch s q + j has the rows [:, s, :, j, :]
 
@@ -69,8 +69,8 @@ class Microbatches:
 
     def join(self, x: Any) -> Any:
         """Undo `split`."""
-        # Each result is on the stage that its microbatch came from, also if BATCH is not sharded
-        # over pp.
+        # Each result is on the stage that its microbatch came from. If BATCH is not sharded over
+        # pp, this gathers the results over pp.
         x = self._place(x, [self.in_rows, (), self.before + self.after])
         a, stages, c, q, k = self._sizes()
         entries = [self.in_rows, (), self.before, self.after, ()]
@@ -96,7 +96,7 @@ class Microbatches:
         given = self._placement(entries, len(shape))
         if given.explicit is None:
             return constraint.place(jnp.reshape(x, shape), given)
-        # Over Explicit mesh axes, JAX does not choose the sharding of a dim that is split.
+        # Over Explicit mesh axes, JAX does not choose the sharding of a dim that a reshape splits.
         kept = (*jax.typeof(x).sharding.spec.partitions, *[None] * x.ndim)[replaced : x.ndim]
         first = (*given.explicit.partitions, *[None] * len(shape))[: len(sizes)]
         x = jax.lax.reshape(x, shape, out_sharding=PartitionSpec(*first, *kept))

@@ -42,10 +42,10 @@ def pipeline(
 
     Without a manager, or if its strategy has no `[pipeline]`, this is `jax.lax.scan` over the
     layers. With `[pipeline]`, the batch is cut into m microbatches. For any size of pp, the result
-    is that of the scan, run separately on each microbatch. So whatever depends on several rows
-    (dropout masks, the capacity of experts, fp8 scales) depends on the rows of one microbatch only.
-    In a tick, each stage runs its layers on one microbatch. Over pp, the devices send only the
-    microbatches and, once per tick, the results of layers.
+    is that of the scan, run separately on each microbatch. So each microbatch has dropout masks, a
+    capacity of experts and fp8 scales of its own. In a tick, each stage runs its layers on one
+    microbatch. Over pp, the devices send only the microbatches and, once per tick, the results of
+    layers.
 
     For the backward pass, each stage keeps only its input of each tick. The backward pass computes
     the layers of the stage again.
@@ -63,7 +63,7 @@ def pipeline(
       streamed: Tree of larger arrays `[batch, ...]` that layers read, such as the output of an
         encoder. These arrays are sent from stage to stage together with x.
       per_layer: Tree of arrays `[layers, ...]`. Layer i reads entry i of each array. The gradient
-        of an fp8 `Channel` is the maximum over microbatches.
+        of an fp8 `Channel` in the tree is the maximum over microbatches.
       path: Path of `params` in the model, required for `gather = "once"` and `by_row` under a
         strategy with `[[tensors]]` entries.
       by_row: True says that a layer computes each row of x from the same row of its inputs, without
@@ -79,8 +79,9 @@ def pipeline(
       IndivisibleError: The layers do not divide over pp, or the rows over the microbatches.
       RankMismatchError: In a pipeline, the size of the first dim of an array is not the number of
         rows of the batch.
-      LayerError: The leading dims of parameters do not have one index per layer, or a `shard_map`
-        surrounds the call of a pipeline. Or the schedule is "1f1b", which needs `pipeline_loss`.
+      LayerError: The leading dims of parameters differ, or are not those of `specs`. Or a
+        `shard_map` surrounds the call of a pipeline. Or the schedule is "1f1b", which needs
+        `pipeline_loss`.
     """
     inputs = LayerInputs(number=None, keys=keys, rows=rows, streamed=streamed, per_layer=per_layer)
     given = (layer, params, x, inputs)
@@ -125,8 +126,8 @@ def read_stack(
     """Check the arguments of a pipeline.
 
     Returns:
-      The parameters, gathered if `[pipeline]` says "once"; their leading dims with one index per
-      layer; and the stages, or None if the layers run as one scan.
+      The parameters, gathered if `[pipeline]` says "once"; their leading dims, (layers,) or
+      (repeats, layers / repeats); and the stages, or None if the layers run as one scan.
 
     Raises:
       ShardingError: As `pipeline` raises it.
@@ -136,8 +137,8 @@ def read_stack(
     lead = _lead(params, specs, 1 if settings is None else settings.repeats)
     if manager is None:
         return params, lead, None
-    # This request also records `[pipeline]`: a plan of this program is not reused for another
-    # strategy.
+    # A plan records this request, so its trace is not reused for a strategy that shards the layers
+    # in another way.
     stored = manager.answer(ShardingRequest((LAYERS,), lead[-1:], None, Role.PARAM))
     stored.require()
     if settings is None:
@@ -192,7 +193,7 @@ def ambient_pipeline() -> Pipeline | None:
 
 
 def _lead(params: Any, specs: Any, repeats: int) -> tuple[int, ...]:
-    """Return the leading dims of the parameters, which have one index per layer.
+    """Return the leading dims of the parameters: (layers,), or (repeats, layers / repeats).
 
     Raises:
       LayerError: The leading dims differ between arrays, or are not those of the specs.
@@ -225,7 +226,7 @@ def _lead(params: Any, specs: Any, repeats: int) -> tuple[int, ...]:
 
 
 def check_rows(trees: dict[str, Any], batch: int, *, may_be_one: bool = False) -> None:
-    """Check that the first dim of each array has one index per row.
+    """Check that the size of the first dim of each array is `batch`, the number of rows.
 
     Otherwise `Microbatches.split` would give the whole array to each microbatch.
 
@@ -252,7 +253,7 @@ def check_rows(trees: dict[str, Any], batch: int, *, may_be_one: bool = False) -
 def one_scan(
     layer: Layer, params: Any, x: Any, inputs: LayerInputs, lead: tuple[int, ...]
 ) -> tuple[Any, Any]:
-    """Run the layers on the whole batch; the outputs have a leading dim of one microbatch."""
+    """Run the layers on the whole batch, as one microbatch: outputs get a leading dim of size 1."""
     x, outputs = scan_layers(layer, (params, inputs.per_layer, jnp.arange(lead[0])), x, inputs)
     return x, jax.tree.map(lambda leaf: leaf[None], outputs)
 

@@ -154,7 +154,7 @@ def _one_after_another(
     head_params, head_parts = of_head
     layers = stages.on_microbatch(params, inputs)
 
-    # For the backward pass, keep only the rows of a microbatch.
+    # For the backward pass, keep only the inputs of each microbatch.
     @jax.checkpoint
     def run(total: Any, each: Any) -> tuple[Any, Any]:
         parts, labels, number = each
@@ -219,7 +219,7 @@ def _in_forward_rule(
         def scaled(gradient: Any) -> Any:
             return (gradient * factor).astype(gradient.dtype)
 
-        # A channel reports the amaxes of gradients as they were quantized, without this factor.
+        # The gradient of a channel holds amaxes of quantized gradients, so do not scale it.
         tree = map_channels(lambda channel: channel, join(gradients, [None] * len(others)), scaled)
         return jax.tree.leaves(tree), None
 

@@ -107,7 +107,7 @@ def split_problems(
 
     Args:
       shape: Shape of the array.
-      axes: Its axes.
+      axes: Axes of the array.
       only: The axes that may not be split. Defaults to all.
       name: Name of the array.
       path: Path of a weight in the model, or None.
@@ -133,10 +133,10 @@ def check_vocabulary(weight: Any, axes: Any, tokens: Any, *, name: str, path: st
 
     Args:
       weight: The gathered weight.
-      axes: Its axes.
+      axes: Axes of the weight.
       tokens: Tokens or labels.
       name: Name of the weight.
-      path: Its path in the model, or None.
+      path: Path of the weight in the model, or None.
 
     Raises:
       LayerError: A `shard_map` splits the vocabulary. Or no manager is entered, and the weight
@@ -171,7 +171,7 @@ def use(params: Any, specs: Any, *, path: str | None = None) -> Any:
       specs: The `ArraySpec`s of `params`.
       path: Path of the tree in the model, required if the strategy has `[[tensors]]` entries.
     """
-    # A used weight has another spec than a stored one: rules with FSDP gather it here.
+    # A weight may have one spec for its use and another one as stored: under FSDP, gather it here.
     manager = context.current()
     return params if manager is None else manager.gather(params, specs, path=path)
 

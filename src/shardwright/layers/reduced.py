@@ -24,9 +24,9 @@ def multiply(x: Any, weight: Any) -> Any:
         return x * weight
     tokens = jax.typeof(x).sharding.spec.partitions[: x.ndim - weight.ndim]
     summed = {axis for entry in tokens for axis in entry_names(entry)}
-    # The gradient of the weight is a matmul. Its result can be unreduced over all mesh axes that it
-    # contracts, or over none. So make the weight reduced over all of them: the transpose of this
-    # reshard sums over the added mesh axes, such as tp over heads.
+    # The gradient of the weight is a matmul. Its result can be unreduced over all mesh axes of the
+    # contracted dims, or over none. So make the weight reduced over all these mesh axes: the
+    # transpose of this reshard sums over the added ones, such as tp over heads.
     weight = jax.reshard(weight, PartitionSpec(*spec.partitions, reduced=spec.reduced | summed))
     dims = "abcd"[: weight.ndim]
     return jnp.einsum(f"...{dims},{dims}->...{dims}", x, weight)

@@ -3,8 +3,8 @@
 A stage holds `layers / pp` layers. In each tick, every stage runs a chunk of its layers on one
 microbatch and sends the result to the next stage. Outside the stack, the batch is sharded over pp.
 The microbatches are not all sent to stage 0 before the first tick. Instead, in each tick the stages
-also pass their microbatches on towards stage 0, and the results return in the places that become
-empty.
+also pass their microbatches on towards stage 0. The last stage puts its results into the places
+that become empty, and later ticks move each result to the stage that its microbatch came from.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ def init_caches(
 ) -> list[KVCache]:
     """Create an empty cache per layer, already sharded; see `caches.init` for the arguments.
 
-    Pass them as the `caches` of a `StackState`.
+    Pass the list as the `caches` of a `StackState`.
 
     Raises:
       LayerError: The caches keep a window, but `windows` gives some layers no window.
@@ -534,7 +534,7 @@ def _scan(
 def _over_microbatches(after: Any) -> Any:
     """Return the state of an MoE layer, given a state with a leading dim of microbatches.
 
-    Router losses are means over tokens, and so is their mean over equal microbatches.
+    A router loss is a mean over tokens. So is the mean of the losses of microbatches of equal size.
     """
     if after is None:
         return None

@@ -197,8 +197,9 @@ class _Entering:
         """Return the digest of the manager that each absent process has entered instead.
 
         This is the first manager that the absent process has entered and this process has not.
-        Managers that a process entered before may belong to other threads, so they are left out. If
-        `late` is true, they are included, except those whose comparison failed.
+        Each process numbers the managers that it enters. A manager with a lower number than that of
+        this process may belong to another thread, so it is left out. With `late`, it is included,
+        unless its comparison failed.
         """
         entered = self._entered()
         own, others = entered.get(self._group.rank, {}), {}

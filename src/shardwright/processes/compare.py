@@ -42,7 +42,7 @@ PATIENCE_S: Final = 300.0
 CROSSING_S: Final = 3.0
 MOST_PROBLEMS: Final = 10
 _MOST_RANKS: Final = 10
-# Number of the latest calls of a topic whose keys stay in the store.
+# For each topic, the store keeps the keys of this many calls: the latest ones.
 _KEPT: Final = 4
 # Seconds to wait for the values of another process, after the digests differ.
 _FACTS_S: Final = 4.0
@@ -116,7 +116,7 @@ class ProcessGroup:
 
     @property
     def name(self) -> str:
-        """The ranks as part of a key."""
+        """A digest of the ranks, for use in keys."""
         return digest_of(",".join(map(str, self.ranks)))[:16]
 
 
@@ -232,7 +232,7 @@ def compare(
 
 
 def _compared(group: ProcessGroup, meeting: Meeting) -> MeetingVerdict:
-    """Return the first process and one whose digest differs from it, or an empty verdict."""
+    """Return a verdict: empty, or the first process and one with a different digest."""
     digests = ranks_in(group.store, f"{meeting.folder}/digests")
     first, *others = group.ranks
     differing = [rank for rank in others if digests.get(rank) != digests[first]]
@@ -243,14 +243,15 @@ class Waiting:
     """The wait of one process in a comparison. The other processes can read where it waits.
 
     The main threads of two processes may wait for each other in different calls. Neither continues,
-    so both calls fail. Waits of other threads are left out, because another thread may still make
-    the call. Only the first process of a call reads what the others wait for.
+    so both calls fail. A wait outside of the main thread is not published, because another thread
+    of its process may still make the call that the other process waits for. Only the first process
+    of a call reads what the others wait for.
 
     Args:
       group: The processes.
       meeting: The meeting of the call.
-      what: The values that are compared, for messages.
-      detail: The call, for messages.
+      what: As in `compare`.
+      detail: As in `compare`.
       patience: Seconds to wait.
     """
 
@@ -320,7 +321,10 @@ class Waiting:
         return f"{text} ({processes_text(compiling)}: compiling)" if compiling else text
 
     def _crossing(self, absent: Sequence[int]) -> MeetingVerdict | None:
-        """Return an error if an absent process waits in another call for a process of this call."""
+        """Return a verdict if two processes wait for each other; None otherwise.
+
+        An absent process may wait, in another call, for a process that waits in this call.
+        """
         store, own = self._group.store, (self._meeting.room, self._meeting.attempt)
         waits = {
             int(rank): json.loads(text) for rank, text in store.entries(f"{ROOT}/waits").items()
@@ -365,7 +369,7 @@ def disagreement(
 
     Args:
       sides: The rank and the facts of both processes.
-      what: The values that are compared, for messages.
+      what: Text that says what is compared. It is the subject of sentences in messages.
       fix: How to fix a difference.
       suffix: Added to each fix.
     """
@@ -411,7 +415,7 @@ def array_text(value: Any) -> str:
 
 
 def processes_text(ranks: Sequence[int]) -> str:
-    """Return `process 3` or `processes 1, 2 and 5`. Of many ranks, count those after the tenth."""
+    """Return `process 3` or `processes 1, 2 and 5`. After ten ranks, say how many others follow."""
     if len(ranks) == 1:
         return f"process {ranks[0]}"
     more = len(ranks) - _MOST_RANKS

@@ -96,7 +96,8 @@ def compare_copies(
         shared = {whole: (("", (slice(None),) * local.ndim),)}
         advice = "since global_shape has the size of the local array"
         alternative = "or leave global_shape out, to join the parts"
-    # All processes make these comparisons in the same order, because a comparison waits for others.
+    # All processes must make these comparisons in the same order, because each comparison waits for
+    # the other processes.
     for ranks in sorted(shared):
         facts = {
             f"the local array at {text}" if text else "the local array": Fact(
@@ -173,8 +174,8 @@ def _shared_shards(
     shared: dict[tuple[int, ...], list[tuple[str, LocalSlices]]] = {}
     for box in own:
         if len(holders[box]) > 1:
-            # The part of a process has the shards of this process in order, without gaps, unless
-            # the part has the whole dim.
+            # Along each dim, the part that a process passes is the whole dim, or consists of the
+            # shards of this process in order, without gaps.
             starts = [
                 side[0] if size == whole else known.index(side) * (side[1] - side[0])
                 for known, side, size, whole in zip(sides, box, local, shape, strict=True)

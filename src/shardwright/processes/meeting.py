@@ -24,8 +24,8 @@ _SLICE_S: Final = 5.0
 _OTHERS_LOOK_S: Final = 3.0
 # Seconds within which a process that decides or that closes the meeting must write the verdict.
 _VERDICT_S: Final = 5.0
-# Added to the counter of arrivals if a wait fails. The store adds to a counter in one step, so it
-# is certain whether the last arrival or the first failure came first, and that one decides.
+# Added to the counter of arrivals if a wait fails. The store adds to a counter in one step. So of
+# the last arrival and the first failure, one is the earlier one, and it decides the verdict.
 # Counters have 32 bits, which is enough even if each of 32,767 processes fails.
 _CLOSED: Final = 2**16
 
@@ -72,7 +72,10 @@ class Meeting:
         self._store.set(f"{self.folder}/verdict", json.dumps(verdict).encode())
 
     def close(self, verdict: Callable[[], MeetingVerdict]) -> None:
-        """Fail for all processes, unless all have arrived or another process closed the meeting."""
+        """Close the meeting with a verdict, unless another process has closed it.
+
+        If all processes have arrived, the last one writes the verdict, so write none here.
+        """
         # The low 16 bits count arrivals, and the high bits count attempts to close.
         value = self._store.count(f"{self.folder}/arrived", _CLOSED)
         self.is_complete = value % _CLOSED >= self._count
@@ -161,8 +164,8 @@ def collect(
 def any_late(store: _jax.CoordinationStore, absent: Sequence[int]) -> bool:
     """Return whether an absent process does anything other than compile.
 
-    If no process is absent, return True: the last process has arrived without a verdict, so waiting
-    for a compilation makes no sense.
+    If no process is absent, return True: the last process has arrived but wrote no verdict, so
+    waiting for a compilation makes no sense.
     """
     return not absent or len(busy_compiling(store, absent)) < len(absent)
 

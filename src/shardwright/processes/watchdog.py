@@ -2,7 +2,7 @@
 
 If a process is killed, raises an error or ends, the other processes would wait for it in a
 collective forever. In each process, a thread beside the main thread writes a beat into JAX's
-coordination store. The process of the lowest rank of a mesh leads: its thread reads the beats of
+coordination store. The process with the lowest rank of a mesh leads: its thread reads the beats of
 all, and writes one summary, which the others read. So the bytes that a process reads and writes do
 not depend on the number of processes, except in the leader. JAX's own `get_live_nodes` does not
 help, because it waits for all processes.
@@ -108,7 +108,7 @@ class Watchdog(threading.Thread):
         self._waited_at = ""
         self._apart: dict[int, float] = {}
         self._own = _Beat()
-        self._exit: dict[str, Any] = {}  # fields of the next beats, set when this process ends
+        self._exit: dict[str, Any] = {}  # set by `_leave`: fields of all beats after this call
         self._only_jax_errors_since = 0.0
         atexit.register(self._leave)
 
@@ -375,7 +375,7 @@ class _MainThread:
     """Observe the main thread: whether it runs Python code or waits, and in which lines.
 
     The interpreter runs a pending call in the main thread before the next instruction of Python
-    code. So while a pending call does not run, the thread is in one call of native code.
+    code. So until a pending call has run, the main thread is inside one call of native code.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ FLOATS: Final = floating(fix="pass a floating-point dtype, such as jnp.bfloat16"
 
 
 def check_value(path: str, value: Any) -> list[Problem]:
-    """Return a problem if a leaf of the host is not a number, or does not fit its dtype in JAX."""
+    """Return a problem if a leaf on the host is not a number, or does not fit its dtype in JAX."""
     if hasattr(value, "dtype") and not isinstance(value, (np.ndarray, np.generic)):
         return []
     # JAX has accepted the dtypes of JAX arrays and abstract leaves. The dtypes of leaves on the

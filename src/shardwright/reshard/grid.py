@@ -155,7 +155,7 @@ def shared_part(
 ) -> tuple[int, int]:
     """Return the part of the array that two blocks share, as a fraction (numerator, denominator).
 
-    If `a` is None, the first device holds no block, and the fraction is 0.
+    If `a` is None, there is no first block, and the fraction is 0.
     """
     numerator, denominator = 1, 1
     if a is None:

@@ -153,8 +153,8 @@ def _transfer(
     sends = sends_of(route.source, route.target)
     units = len(sends) // len(receivers)
     per_shard = np.floor_divide(units_of(route.source, route.target), route.source.counts)
-    # Maps where a unit begins in a source shard to the number of the unit. `split_program` returns
-    # units in the same order, from np.ndindex over the same counts.
+    # Map: start of a unit in a source shard -> number of the unit. `split_program` returns units in
+    # the same order, from np.ndindex over the same counts.
     per_sender = {index: number for number, index in enumerate(np.ndindex(*per_shard))}
     # If each target shard is one whole source shard, no split or join is needed.
     whole = len(per_sender) == units == 1 and route.dtype == route.to_dtype
@@ -179,9 +179,8 @@ def _transfer(
                 jax.device_put(copy, goal, may_alias=False) if send.stays else copy
                 for copy, goal, send in zip(copies, goals, sends, strict=True)
             ]
-        # Sends are in the order of receivers, and those of a receiver in the order of its units.
-        # Each argument of a program has one block per device, so unit k of every receiver forms one
-        # flat array.
+        # Sends are sorted by receiver, then by unit. Each argument of a program has one block per
+        # device, so one flat array consists of unit k of each receiver.
         columns = [copies[unit::units] for unit in range(units)]
         arrived = [
             _flat(dict(zip(receivers, column, strict=True)), target_mesh) for column in columns
@@ -235,7 +234,7 @@ def send_blocks(blocks: Sequence[Any], devices: Sequence[jax.Device]) -> list[ja
 
     Args:
       blocks: Arrays, each on one device or on the host.
-      devices: Target device of each block. No block is already on its target device.
+      devices: Target device of each block. Callers leave out blocks that are already there.
     """
     sent: list[jax.Array] = jax.device_put(list(blocks), list(devices))
     return sent
@@ -244,7 +243,7 @@ def send_blocks(blocks: Sequence[Any], devices: Sequence[jax.Device]) -> list[ja
 def host_blocks(
     value: Any, boxes: Sequence[ShardIndex], route: Route, start: int
 ) -> list[np.ndarray]:
-    """Copy one piece of each block into a contiguous array of the dtype after the move.
+    """Copy one piece of each block into a contiguous array of the target dtype.
 
     Args:
       value: NumPy array, number, JAX array in host memory, or array that is read in parts.

@@ -84,8 +84,8 @@ def move_tree(
     progress: Callable[[Progress], object] | None = None,
 ) -> Any:
     """Move a tree to a tree of shardings. For the other arguments, see `reshard`."""
-    # Planning raises all problems before the first leaf moves, so that no problem leaves the tree
-    # half moved.
+    # Plan before the first leaf moves. Planning finds all problems, so none of them can stop the
+    # move halfway.
     plan = plan_moves_of(tree, targets, piece=piece, donate=donate, dtype=dtype)
     values, structure = jax.tree.flatten(tree, is_leaf=is_array_spec)
     shardings: list[NamedSharding] = structure.flatten_up_to(targets)  # type: ignore[attr-defined]
@@ -112,7 +112,7 @@ class _Moving:
     """A move that runs.
 
     Attributes:
-      results: The leaves: results of the move, and sources that have not moved yet.
+      results: For each leaf, its result, or its source if the leaf has not moved yet.
     """
 
     def __init__(
@@ -162,7 +162,8 @@ class _Moving:
 
     def failure(self, structure: Any, error: BaseException) -> MoveError:
         """Return the error with the tree, from which the move can be resumed."""
-        # The source of a tied leaf may be deleted already, so take the result at its first place.
+        # The source of a tied leaf may be deleted already, so take the result of the leaf to which
+        # it is tied.
         for index, leaf in enumerate(self._plan.leaves):
             if leaf.tied_to:
                 self.results[index] = self.results[self._places[leaf.tied_to]]

@@ -1,4 +1,4 @@
-"""Plan the steps that reshard an array with the fewest bytes sent: a shortest path of specs.
+"""Plan the steps that reshard an array with the fewest bytes sent: a shortest path between specs.
 
 XLA's partitioner plans one collective at a time. If one is not enough, it gathers the whole array
 ("involuntary full rematerialization"). Here a plan is a sequence of steps. There are these

@@ -184,7 +184,7 @@ def _enter(piece: jax.Array, route: Route) -> jax.Array:
 
 
 def _leave(piece: jax.Array, route: Route) -> jax.Array:
-    """View integers as floats again, and cast to the dtype after the move."""
+    """View integers as floats again, and cast to the target dtype."""
     if _carrier(route.wire_dtype) is not None:
         piece = jax.lax.bitcast_convert_type(piece, route.wire_dtype)
     return piece.astype(route.to_dtype)
@@ -306,8 +306,8 @@ def _exchange(route: Route, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     def _send(
         piece: jax.Array, result: jax.Array, sends: Sequence[Send], own: jax.Array
     ) -> jax.Array:
-        # All devices run one program, so each device looks up where its blocks begin in a table of
-        # constants.
+        # All devices run one program, so each device looks up in a table of constants where its
+        # blocks begin.
         source_corners = np.zeros((mesh.size, len(unit)), np.int32)
         target_corners, receives = source_corners.copy(), np.zeros(mesh.size, bool)
         for send in sends:

@@ -85,7 +85,7 @@ class Route:
       rounds: Number of permutes of an exchange.
       pieces: How the array is cut into pieces.
       bytes_sent: Bytes that devices send to other devices, or that the host sends.
-      least_bytes: The least bytes that any move sends.
+      least_bytes: Bytes that every possible move has to send.
       source_bytes: Bytes before the move.
       target_bytes: Bytes after the move.
     """
@@ -176,7 +176,7 @@ def find_route(
     base = dataclasses.replace(
         base, source=before, source_bytes=elements * dtype.itemsize * before.copies
     )
-    # Equal blocks on equal devices need no program, even if the mesh axes have other names.
+    # If each device keeps its block, no program is needed, even if the mesh axes have other names.
     if dtype == to_dtype and same_blocks(before, after):
         # A mesh axis of size 1 may make the shardings unequal, although all shards are equal.
         stays = isinstance(source, NamedSharding) and source.mesh == target.mesh
@@ -242,8 +242,8 @@ def sent_bytes(step: Move, sizes: dict[str, int]) -> int:
     devices = math.prod(sizes.values())
     if step.kind is not MoveKind.PERMUTE:
         return step.bytes * devices
-    # The pairs are those of one group of devices. Each group along the other mesh axes has equal
-    # pairs.
+    # `permutation` returns the pairs of one group of devices. There is one such group for each
+    # index along the other mesh axes, and all groups have equal pairs.
     pairs = permutation(step, sizes)
     groups = devices // len(pairs)
     return step.bytes * groups * sum(sender != receiver for sender, receiver in pairs)

@@ -32,7 +32,7 @@ class LeafMove:
     """How one array of a tree moves.
 
     Attributes:
-      path: Its path in the tree.
+      path: Path of the array in the tree.
       source: The place of the array before the move: a spec, `host`, or `one device`.
       target: Spec after the move.
       route: How the array moves.
@@ -82,7 +82,7 @@ class ReshardPlan:
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of the target that its devices do not hold before the move.
+        """Bytes of the target shards that their devices do not hold before the move.
 
         No move sends fewer bytes.
         """
@@ -105,7 +105,7 @@ class ReshardPlan:
 
     @property
     def peak_growth(self) -> int:
-        """Upper bound of how far the sum of the bytes of all devices grows during the move."""
+        """Upper bound of the growth of the bytes on all devices together during the move."""
         return max((now for now, _ in self._growth()), default=0)
 
     @property
@@ -256,7 +256,7 @@ def plan_moves_of(
             leaf = leaf if tied == path else dataclasses.replace(leaf, tied_to=tied)
         leaves.append(leaf)
     raise_problems(problems)
-    # With donation, move leaves that shrink first: they make room for the leaves that grow.
+    # With donation, first move the leaves that shrink: they make room for the leaves that grow.
     growth = [donate * (leaf.route.target_bytes - leaf.route.source_bytes) for leaf in leaves]
     order = sorted(range(len(leaves)), key=growth.__getitem__)
     return ReshardPlan(leaves=tuple(leaves), order=tuple(order), piece=limit, donate=donate)

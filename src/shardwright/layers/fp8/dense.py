@@ -55,8 +55,8 @@ def dense(
     """Return `x @ kernel + bias` of each kernel, computed in fp8.
 
     Each shard of a kernel is quantized before the kernel is gathered, so FSDP moves one byte per
-    element. The fp8 operands are kept for the backward pass, the kernels among them as stored
-    shards.
+    element. The fp8 operands are kept for the backward pass. Of a kernel, only the stored shards
+    are kept.
 
     Args:
       x: `[..., *inputs]`.
@@ -66,7 +66,7 @@ def dense(
       use: With delayed scaling, the result of `uses` for these kernels; else None.
       biases: `[*outputs]` by name. Defaults to none.
       out: Annotation of each result. Without it, the compiler decides how the result is sharded.
-      axes: Annotation of `x`, for error messages about blocks.
+      axes: Annotation of `x`. With blocks, it tells how the contracted dims of `x` are sharded.
       contract: Number of dims that are contracted: the last ones of `x` and the first ones of the
         kernel.
       mode: Runtime mode. Defaults to the manager's.

@@ -1,6 +1,7 @@
-"""Matmuls of fp8 operands: the forward and the backward pass of one input, several kernels.
+"""Matmuls of fp8 operands: the forward and backward pass for one input and several kernels.
 
-The input is quantized once for all kernels. A kernel is quantized as it is stored, then gathered.
+The input is quantized once for all kernels. The stored shards of a kernel are quantized, and then
+gathered.
 
     forward    y = Q(x) Q(w)
     backward   g = Q(dy)    dx = g Q(w)'    dw = Q(x)' g
@@ -9,10 +10,10 @@ With one scale per tensor, the backward pass uses the fp8 operands of the forwar
 lie along the contracted dim, and each of the three matmuls contracts another dim. So with blocks
 the forward pass quantizes each operand twice.
 
-The forward pass keeps the fp8 operands for the backward pass, the kernels as stored shards. The
-backward pass gathers the kernels again. A matmul is computed in the dtype of its result, and its
-result is then multiplied by the inverse scales. For float16, the matmul is computed in float32, to
-avoid overflow. Sums over devices have the dtype of the result too.
+For the backward pass, the forward pass keeps the fp8 input, and the stored shards of the fp8
+kernels. The backward pass gathers the kernels again. A matmul is computed in the dtype of its
+result, and its result is then multiplied by the inverse scales. For float16, the matmul is computed
+in float32, to avoid overflow. Sums over devices have the dtype of the result too.
 """
 
 from __future__ import annotations
@@ -298,8 +299,8 @@ def _multiply(
     # the sum.
     a, b = (dequantize(x, dtype) if call.blocks else x.value for x in (left, right))
     if out is not None:
-        # While a scan is differentiated, the manager of its body is not ambient, for instance that
-        # of a pipeline stage. So enter it.
+        # While a scan is differentiated, the manager of its body, such as that of a pipeline stage,
+        # is not ambient. So enter the manager of the forward pass.
         with call.manager or contextlib.nullcontext():
             y = dot_general(a, b, numbers, out=out, mode=call.mode, preferred_element_type=dtype)
     else:

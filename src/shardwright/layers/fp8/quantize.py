@@ -38,8 +38,8 @@ class Scaled:
 
     Attributes:
       value: float8 values.
-      scale: float32, the inverse scale of the whole array. With blocks, uint8: the exponent of each
-        block plus 127. The size of `scale` along `dim` is 1/32 of that of `value`.
+      scale: Without blocks, float32: the array is about `value * scale`. With blocks, uint8: the
+        exponent of each block plus 127. The size of `scale` along `dim` is 1/32 of that of `value`.
       dim: The dim of the blocks, or None for one scale.
     """
 
@@ -169,7 +169,7 @@ def _joined(x: Any, like: Any, dim: int) -> jax.Array:
 
 
 def _reshape(x: Any, sizes: tuple[int, ...], entries: Any) -> jax.Array:
-    # Over Explicit axes, JAX does not choose the sharding of a dim that is split.
+    # Over Explicit axes, JAX does not choose the sharding of a dim that a reshape splits.
     spec = None if entries is None else PartitionSpec(*entries)
     return jax.lax.reshape(x, sizes, out_sharding=spec)
 

@@ -164,7 +164,7 @@ def specs(scaling: Any) -> Any:
 
 
 def new_channel(scaling: Any, *, uses: Sequence[int] | int = ()) -> Any:
-    """Return the zeros that a step differentiates by: a `Channel` per matmul.
+    """Return a `Channel` of zeros per matmul, with respect to which a step differentiates the loss.
 
     Args:
       scaling: A tree of `DenseScaling`s.
@@ -188,8 +188,8 @@ def uses(scaling: Any, channel: Any = None) -> Any:
 
     Args:
       scaling: A tree of `DenseScaling`s.
-      channel: The channel of this use, without the leading dims that have one index per use.
-        Defaults to constants, for inference.
+      channel: The channel of this use, without the leading dims `uses` of `new_channel`. Defaults
+        to constants, for inference.
 
     Raises:
       LayerError: The last update was not valid, see `check`.
@@ -233,7 +233,7 @@ def split_uses(tree: Any, count: int) -> Any:
 
 
 def use_of(tree: Any, number: Any, runs: Any = True) -> Any:
-    """Return a tree of `split_uses` with the channels of one use.
+    """Return a tree that `split_uses` returned, with only the channels of one use.
 
     Args:
       tree: The tree.
@@ -276,8 +276,8 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
     Args:
       recipe: The recipe.
       scaling: A tree of `DenseScaling`s.
-      seen: The states that the blocks returned. Leading dims have one index per use.
-      sent: Gradient of the channel. Leading dims have one index per use.
+      seen: The states that the blocks returned. Those of several uses are stacked in leading dims.
+      sent: Gradient of the channel. Gradients of several uses are stacked in the same way.
 
     Returns:
       The new tree. Inside `jit` no error can be raised. So a matmul whose counter is not valid gets
@@ -303,8 +303,8 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
         counts = {
             name: jnp.where((count == 0) & trained, 1.0, count) for name, count in counts.items()
         }
-        # The kernels share the scale of their input, so one wrong counter makes all of them
-        # invalid.
+        # The kernels share the scale of their input, so a wrong counter of one kernel makes all
+        # scales invalid.
         valid = jnp.stack([count == 1 for count in counts.values()]).all(axis=0)
 
         def tensor(old: TensorScaling, amax: Any, dtype: str) -> TensorScaling:
@@ -411,7 +411,7 @@ def _map(f: Callable[..., Any], scaling: Any, *others: Any) -> Any:
 
 
 def _over_uses(reduce: Callable[..., Any], values: Any, like: Any) -> Any:
-    """Reduce over the leading dims, which have one index per use."""
+    """Reduce over the leading dims, in which the uses are stacked."""
     extra = np.ndim(values) - np.ndim(like)
     return reduce(values, axis=tuple(range(extra))) if extra else values
 

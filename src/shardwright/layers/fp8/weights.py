@@ -30,9 +30,9 @@ class StoredKernel:
     """The annotation, global shape and path of a stored weight.
 
     Attributes:
-      axes: Its annotation.
-      shape: Its global shape.
-      path: Its path in the model, or None.
+      axes: Annotation of the weight.
+      shape: Global shape of the weight.
+      path: Path of the weight in the model, or None.
     """
 
     axes: Any
@@ -43,7 +43,7 @@ class StoredKernel:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A weight as stored, which a matmul quantizes before it gathers it.
+    """A weight as stored. A matmul quantizes the weight and then gathers the result.
 
     Attributes:
       value: The array.
@@ -61,7 +61,7 @@ def stored(value: Any, spec: ArraySpec, *, path: str | None = None) -> Stored:
       value: The array, as stored.
       spec: Spec of the weight. A leading LAYERS dim that a scan has taken away is not part of the
         spec.
-      path: Its path in the model, required if the strategy has `[[tensors]]` entries.
+      path: Path of the weight in the model, required if the strategy has `[[tensors]]` entries.
     """
     return Stored(value=value, weight=StoredKernel(axes=spec.axes, shape=spec.shape, path=path))
 

@@ -485,7 +485,7 @@ def _sums(
         sums["losses"] = jnp.append(routes.probabilities.sum(0), routes.squares.sum())
     if not dispatch.token_axes:
         return sums
-    # Devices that replicate tokens have equal sums, so their mesh axes are left out.
+    # Along mesh axes that replicate the tokens, the sums are equal, so leave these mesh axes out.
     return {name: jax.lax.psum(value, dispatch.token_axes) for name, value in sums.items()}
 
 

@@ -29,7 +29,7 @@ NO_RECIPE: Final = passes(
     "is given, and experts are not computed in fp8",
     fix="leave {name} out here; attention and MLPs of the same stack can have a recipe",
 )
-# For these activations f(0) is not 0. So a token of zeros has other gradients than an empty slot.
+# None of these activations is 0 at 0. So a token of zeros has other gradients than an empty slot.
 NOT_ZERO_AT_ZERO: Final = ("sigmoid", "clamped_linear")
 
 
