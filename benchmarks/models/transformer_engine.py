@@ -55,7 +55,7 @@ def transformer_engine(checkouts: Path, kv_heads: int = 4) -> Case:
 
     return Case(
         name="TransformerEngine layers",
-        source="NVIDIA/TransformerEngine: transformer_engine/jax/flax, by tools/te_cpu.py",
+        source="NVIDIA/TransformerEngine: transformer_engine/jax/flax, through tools/te_cpu.py",
         params=params,
         forward=model.apply,
         user=shard_transformer_engine,

@@ -109,7 +109,7 @@ def _marked(peak: int, low: int, high: int) -> str:
 def _difference(row: Row) -> str:
     if row.error == 0:
         return "exact"
-    text = f"{(row.planned - row.compiled) / max(row.compiled, 1):+.2%}"
+    text = f"{(row.compiled - row.planned) / max(row.compiled, 1):+.2%}"
     return text if row.error <= min(TARGETS) else f"**{text}**"
 
 
@@ -126,9 +126,9 @@ def _misses(rows: Sequence[Row]) -> str:
                 continue
             axes = "+".join(sent["mesh_axes"])
             parts = [f"{reason['what']} ({_signed(reason['adds'])})" for reason in sent["reasons"]]
-            parts = parts or ["no known reason"]
+            parts = parts or ["not explained"]
             lines.append(f"    - over {axes} {_signed(difference)}: {'; '.join(parts)}")
-    return "\n".join(lines) or "None."
+    return "\n".join(lines) or "No misses."
 
 
 def _signed(size: int) -> str:

@@ -60,6 +60,14 @@ def test_programs_show_what_differs() -> None:
     ]
 
 
+def test_a_miss_has_the_sign_of_its_bytes() -> None:
+    page = "".join(
+        f"<!-- compiled: {name} -->\n<!-- end -->\n" for name in ("verdicts", "misses", "refused")
+    )
+    text = with_tables(page, [row(2**20, 2**21)], [], {"target": "v5e:2x4"})
+    assert "one, fsdp, train: **+50.00%**\n    - over fsdp +1.0 MiB: not explained" in text
+
+
 def test_targets_are_judged() -> None:
     exact, near, far = row(100, 100), row(95, 100), row(50, 100)
     assert list(judge([exact] * 7 + [near] * 3).values()) == [True, True, True]

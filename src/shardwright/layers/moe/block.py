@@ -359,7 +359,7 @@ def _check_capacity(
     needed = [axis for axis in dispatch.token_axes if axis not in dispatch.expert_axes]
     if missing := [axis for axis in needed if axis not in capacity.decisions[1].mesh_axes]:
         raise StrategyError(
-            f"CAPACITY is not sharded over {'+'.join(missing)}, but the tokens are",
+            f"CAPACITY must be sharded over {'+'.join(missing)}, like the tokens",
             fix=f'write capacity = "{"+".join(needed)}" under [rules]',
         )
 
