@@ -147,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_settings(
     texts: Sequence[str], arguments: argparse.Namespace
 ) -> tuple[set[str], list[Setting], list[Checked]]:
-    """Return what the models on the command line need from the strategies on it.
+    """Return what the models of the command line need from its strategies.
 
     This is the set of axes that the strategies declare, and each strategy as a `Setting` on its
     mesh. A strategy whose mesh has an unknown size gets a note in place of a setting.
@@ -263,7 +263,7 @@ def _counts_text(findings: Sequence[Finding]) -> str:
 
 
 def check_memory(strategy: Strategy, programs: Mapping[str, Program]) -> Iterator[Finding]:
-    """Yield a finding for each undonated state on the host, and for each unused name in `saved`.
+    """Yield findings: state on the host that is not donated, and unused names in `[memory.saved]`.
 
     Args:
       strategy: The strategy.
@@ -314,7 +314,7 @@ def _unused_names(strategy: Strategy, known: set[str]) -> Iterator[Finding]:
     for name in strategy.memory.saved:
         if name not in known:
             key = ("memory", "saved", name)
-            names = f"its names are {', '.join(sorted(known))}" if known else "it has none"
+            names = f"the names are {', '.join(sorted(known))}" if known else "there are no names"
             yield Finding(
                 code=Code.UNUSED_SAVED,
                 severity=Severity.WARNING,

@@ -112,7 +112,7 @@ def check_model(
 
 
 def _resolve(label: str, mode: str, program: Program, setting: Setting) -> Checked:
-    """Return the findings about one setting: one for each array of a program without a spec."""
+    """Return the findings about one setting: one for each array that has no spec."""
     manager = setting.manager.for_mode(mode)
     problems: list[Problem] = []
     try:

@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
         "--topology",
         action="append",
         metavar="T",
-        help="slice, or hosts of GPUs, of the mesh: v5p:4x4x4, or 16xh100:8; with --model",
+        help="with --model: the slice, or the hosts of GPUs, such as v5p:4x4x4 or 16xh100:8",
     )
     command.add_argument(
         "--hardware", metavar="FILE", help="a .toml file of chips; with --topology"

@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_size(text: str) -> tuple[int | str, str]:
-    """Return both sides of `7=CLASSES`: the size, or the place of a dim, and the axis.
+    """Return both sides of `7=CLASSES`. The left side is a size, or the place of a dim.
 
     Raises:
       StrategyError: The text has another form.

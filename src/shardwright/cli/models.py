@@ -205,7 +205,7 @@ def infer_model(
         return infer_axes(
             model.forward,
             # `check` compares the annotations with the inferred axes, so inference must not read
-            # them.
+            # the annotations.
             model.shapes,
             *model.inputs,
             seeds=model.seeds,

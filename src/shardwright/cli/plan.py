@@ -119,7 +119,7 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--topology",
         metavar="T",
-        help="slice, or hosts of GPUs, of the mesh: v5p:4x4x4, or 16xh100:8",
+        help="the slice, or the hosts of GPUs, to plan for: v5p:4x4x4, or 16xh100:8",
     )
     command.add_argument(
         "--hardware", metavar="FILE", help="a .toml file that adds chips, or replaces their values"

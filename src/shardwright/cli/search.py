@@ -129,7 +129,7 @@ def add_search_options(command: argparse.ArgumentParser, *, topology_required: b
         default=[],
         metavar="KEY=A,B",
         help="try alternatives of a rule, such as 'head = tp, -'; a KEY alone tries the strategy's "
-        "own rule, and -",
+        "own rule and '-' (replicated)",
     )
     command.add_argument(
         "--orders", action="store_true", help="also try every order of the mesh axes"
@@ -205,8 +205,8 @@ def run(arguments: argparse.Namespace) -> int:
             programs = variants[train.variant], variants[serve.variant]
             print_lines(["", *relayout_lines(train, serve, *programs)])
     print_errors(errors)
-    # The results of the other groups are printed already. The exit code says that the answer is
-    # incomplete.
+    # The results of the groups without errors are printed already. The exit code says that the
+    # answer is incomplete.
     if errors:
         return max(map(code_of, errors.values()))
     bad = [not report.candidates for report in reports.values()]

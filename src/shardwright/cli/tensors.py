@@ -96,7 +96,8 @@ def _walk(
             if key in _KEYS:
                 what, hint = "the tensor has no axes", ""
             elif isinstance(value, list):
-                # only the tables of an array of tables have lines, so name the first one
+                # `origin` has no line for an array of tables itself, but for each of its tables.
+                # So name the first table.
                 at = (*at, "0")
                 what = "tensors cannot be a list: each tensor is a table that is named by its path"
             fix = f"{hint} a tensor is a table [mlp.wi]: {_EXAMPLE}".strip()

@@ -104,7 +104,8 @@ ELEMENTWISE: Final = frozenset(
 # Primitives that may run on each term of a partial sum, before the all-reduce that adds the terms.
 KEEPS_SUM: Final = frozenset({"convert_element_type", "neg", "copy", "copy_p", "reduce_precision"})
 # Primitives that return their operands unchanged: names for a remat policy, barriers, and
-# constraints on the order of dims in memory. Attention on TPUs requests the order that a cache has.
+# constraints on the order of dims in memory. Attention on TPUs constrains its operands to the order
+# of dims that a cache has.
 NAMES: Final = frozenset({"name", "optimization_barrier", "layout_constraint"})
 ADDITIONS: Final = frozenset({"add", "sub", "add_any"})
 CUMULATIVE: Final = frozenset({"cumsum", "cumlogsumexp", "cummax", "cummin", "cumprod"})

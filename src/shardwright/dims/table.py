@@ -30,7 +30,7 @@ class FactorRole(enum.Enum):
 
     KEPT = "kept"
     SUMMED = "summed"  # shards of the operand give partial sums
-    # Shards of the operand give partial results, which another function than a sum combines.
+    # Shards of the operand give partial results, which are combined, but not by a sum.
     COMBINED = "combined"  # for example by a maximum
     # Each index selects along the factor, so each device has some of the selected elements.
     PICKED = "picked"
@@ -124,7 +124,7 @@ def broadcast(old: DimSizes, new: DimSizes, places: tuple[int, ...]) -> Correspo
 
 
 def equal_products(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Cut two shapes into the smallest groups of neighboring dims with equal numbers of elements.
+    """Pair the smallest groups of neighboring dims of two shapes with the same number of elements.
 
     >>> list(equal_products((5, 4, 6), (5, 3, 8)))
     [([0], [0]), ([1, 2], [1, 2])]

@@ -1,8 +1,8 @@
 """The names of fjformer's `partition_utils`, for code that uses them.
 
 The functions constrain arrays by hand-written specs, choose specs by path, move metrics to the
-host, and make a PRNG key for each call. `shard`, `match_paths` and `PartitionManager.shardings`
-constrain arrays and choose specs more strictly. With the functions of this module, a code base can
+host, and make a PRNG key for each call. For new code, shardwright has stricter functions: `shard`,
+`match_paths` and `PartitionManager.shardings`. With the functions of this module, a code base can
 migrate line by line.
 """
 

@@ -79,7 +79,7 @@ DIFFUSION_NAMES: Names = {
     "conv_out": ("CHANNEL_OUT", "param"),
 }
 
-# The mesh axes of MaxText. One that a rule names and the mesh lacks counts as an axis of size 1.
+# The mesh axes of MaxText. If a rule names one of these and the mesh lacks it, it has size 1.
 _MESH_AXES = (
     *("attn_dp", "attn_dp_expert", "autoregressive", "context", "context_autoregressive"),
     *("context_usp_ulysses", "data", "diloco", "expert", "fsdp", "fsdp_transpose", "model"),
@@ -249,7 +249,7 @@ def _numbered(source: str, values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _read_with_bases(path: Path) -> _MaxTextConfig:
-    """Read a file over its `base_config`.
+    """Read a file and its `base_config`, and merge them.
 
     If the file has rules, they replace all rules of the base.
     """
@@ -311,7 +311,7 @@ def _axes(*layers: Mapping[str, Any]) -> list[str]:
 
 
 def _keys(axis: str) -> Iterator[str]:
-    """Yield the two keys that size a mesh axis: inside a slice, then across slices."""
+    """Yield the two keys that set the size of a mesh axis: inside a slice, then across slices."""
     for network in ("ici", "dcn"):
         yield f"{network}_{_PARALLELISM.get(axis, axis)}_parallelism"
 

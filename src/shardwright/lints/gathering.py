@@ -30,7 +30,7 @@ _STACKED = frozenset({LAYERS, EXPERT})
 
 
 def not_gathered(subject: Subject) -> Iterator[Finding]:
-    """Yield rules that store weights over a mesh axis of the tokens, if nothing gathers them.
+    """Yield rules that shard weights over a mesh axis of the tokens and leave them ungathered.
 
     If the tokens of `x` and a dim of `w` are both sharded over fsdp, each device has its own tokens
     and its own part of `w`. So XLA must move data for each matmul `x @ w`. With fsdp in
@@ -65,9 +65,9 @@ def not_gathered(subject: Subject) -> Iterator[Finding]:
                 Severity.WARNING,
                 next(written, ("params", rule.ref.key)),
                 message=f"weights{axis and f' with {axis_label(axis)}'} are stored over "
-                f"{'+'.join(moved)}, which also shards {sharded} of activations, and they are not "
-                "gathered: XLA chooses for every matmul whether to move the weight, activations or "
-                "partial sums",
+                f"{'+'.join(moved)}, which also shards {sharded} of activations, and the weights "
+                "are not gathered: XLA chooses for every matmul whether to move the weight, "
+                "activations or partial sums",
                 fix=f'gather the weights for use, [policy] gather = "{gather}", or store them over '
                 "another mesh axis",
             )

@@ -86,7 +86,7 @@ def lint_names(annotations: Any, inferred: Inferred) -> tuple[Finding, ...]:
 
 
 def _annotated(annotations: Any, inferred: Inferred) -> dict[str, tuple[Dim, ...]]:
-    """Return the lowered dims of each annotated array."""
+    """Return the annotation of each array as `Dim`s, one per dim (see `vocabulary.lowering`)."""
     shapes: dict[str, list[int]] = {}
     for dim in inferred.evidence:
         shapes.setdefault(dim.path, []).append(dim.size)
@@ -151,8 +151,8 @@ def _compare(
     if any(name not in SEMANTIC_AXES for name in (*names, *actual)):
         return None
     is_same = _same_names(annotated, names, dim, synonyms)
-    # HEAD_DIM and NORM are synonyms, because the scale of a norm of heads may be named NORM. But if
-    # inference says NORM, the dim is one of EMBED, so HEAD_DIM contradicts it.
+    # HEAD_DIM and NORM are synonyms, because the scale of a norm of heads may be named NORM. But
+    # inference says NORM only for a vector along EMBED, so HEAD_DIM contradicts it.
     if is_same and not (actual == (NORM,) and names[0] in (HEAD_DIM, KV_HEAD_DIM)):
         return None
     text = axis_text(dim.axis)

@@ -131,7 +131,7 @@ class Subject:
 
 
 def role_of(tensor: Tensor) -> Role:
-    """Return activation or param. The roles use and state count as param."""
+    """Return activation or param. The other roles, `use` and `state`, count as param."""
     try:
         role = tensor.role or lower(tensor.axes).role or Role.ACTIVATION
     except ShardingError:  # an invalid annotation, which the lint `unresolved` reports

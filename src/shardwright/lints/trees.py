@@ -101,7 +101,7 @@ def _axis_of(label: str) -> str:
 
 
 def cut_heads(subject: Subject) -> Iterator[Finding]:
-    """Yield dims of heads that a policy replicates, and flat dims whose shards split heads."""
+    """Yield dims of heads that a policy replicates, and flattened dims whose shards split heads."""
     if not subject.exact:
         return
     flat = _flattened(subject)
@@ -229,7 +229,7 @@ def _without_rule(decision: DimDecision) -> list[str]:
 
 
 def unused_tensors(subject: Subject) -> Iterator[Finding]:
-    """Yield `[[tensors]]` entries that match no weight, and their rules that apply to none."""
+    """Yield `[[tensors]]` entries that match no weight, and rules of axes that no match has."""
     weights = [tensor for tensor in subject.tensors or () if role_of(tensor) is Role.PARAM]
     if not weights:
         return
@@ -272,7 +272,7 @@ def unused_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def unused_rules(subject: Subject) -> Iterator[Finding]:
-    """Yield rules of axes, and declared axes, that no tensor of the tree has.
+    """Yield rules and declarations of axes that no tensor of the tree has.
 
     Rules without mesh axes are skipped, because an unused rule that replicates changes nothing.
     Tables of a role that the tree lacks are skipped too. A file with a rule for every axis of the

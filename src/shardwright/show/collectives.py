@@ -53,7 +53,7 @@ def collectives_text(
 def over_text(collective: Collective) -> str:
     """Return the mesh axes of a collective as text.
 
-    `dp+tp` means two axes, and `tp (2 devices)` a part of one axis. `dp (dcn)` means that the
+    `dp+tp` means two axes. `tp (2 devices)` means a part of one axis. `dp (dcn)` means that the
     collective crosses slices.
     """
     axes = "+".join(collective.mesh_axes)

@@ -5,7 +5,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const page = document.getElementById("page");
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const MOST_BLOCKS = 1024; // a picture with more cells could not be read
-const FAR = 6; // a limit above this multiple of the memory would make its parts too small to see
+const FAR = 6; // beside a limit above this multiple of the memory, parts would be too small to see
 const VERDICTS = { fits: "good", close: "warn", "does not fit": "bad" };
 const KINDS = ["parameters", "optimizer", "cache", "inputs", "temporary", "loops", "results"];
 
@@ -58,8 +58,8 @@ function strategyText(candidate) {
     .filter(Boolean).join(" ");
 }
 
-// Return the candidate whose mesh is nearest to the wanted sizes, in doublings of mesh axes. Of
-// equally near ones it is the first, which is the best.
+// Return the candidate whose mesh is nearest to the wanted sizes. The distance is the number of
+// doublings of mesh axes. Of candidates at equal distance, return the first, which is the best.
 function nearest(candidates, wanted) {
   const sizes = new Map(wanted);
   const distance = (candidate) => candidate.mesh.reduce(
@@ -138,7 +138,7 @@ function drawMemory(plan, plans) {
       plan.kinds.map(([kind, size]) => el("span", { style: `width: ${share(size)}; ${color(kind)}` })),
       el("i", { class: "low", style: `left: ${share(low)}` }),
       limit && el("i", { style: `left: ${share(limit)}` })),
-    // Where the limit is too far for the bar of parts, a thin bar is all of the usable memory.
+    // If the limit is too far to be in the bar of parts, a thin bar shows all usable memory.
     data.usable && !limit ? el("div", { class: "bar thin", "aria-hidden": "true" },
       el("span", { style: `width: ${(100 * high) / data.usable}%; background: var(--mark)` })) : null,
     el("div", { class: "key" }, plan.kinds.map(([kind, size]) =>
@@ -173,7 +173,7 @@ function drawTraffic(plan, plans) {
     table(["times", "collective", "over", "axis", "bytes", "sent", "line"], rows, [0, 4, 5])));
 }
 
-// A dim is a button, so that a reader reaches it by the keyboard; hovering or focusing shows why.
+// A dim is a button, so that a reader reaches it by the keyboard. Hovering or focus shows its rule.
 const decisions = new WeakMap();
 
 function drawTensors(plan, pane) {
@@ -195,7 +195,7 @@ function drawTensors(plan, pane) {
       tensor.dtype, bytesText(size * count)];
   });
   const list = table(["tensor", "arrays", "for", "dims: axis, size, mesh axes", "type", "per device"], rows, [1, 5]);
-  // One stop of the Tab key for the table; arrow keys move inside it.
+  // The table is one stop of the Tab key. Arrow keys move inside the table.
   const stops = [...list.querySelectorAll("button")];
   const move = (stop) => {
     stops.forEach((each) => { each.tabIndex = each === stop ? 0 : -1; });
@@ -247,7 +247,7 @@ for (const [event, shows] of [["pointerover", true], ["focusin", true], ["pointe
   });
 }
 document.addEventListener("keydown", ({ key }) => { if (key === "Escape") showWhy(null); });
-// Also the focus of a dim scrolls, so the text moves and stays.
+// Focusing a dim may scroll the page, so move the text instead of hiding it.
 document.addEventListener("scroll", () => showWhy(told), true);
 
 // Return the position of a device along each mesh axis. The last mesh axis is fastest, as in

@@ -46,7 +46,7 @@ def profile_text(profile: Profile, *, rows: int | None = None, width: int = WIDT
 
 
 def summary_lines(profile: Profile) -> list[str]:
-    """Return the program, and the time of one run and its parts."""
+    """Return lines with the program, the time of one run, and the parts of this time."""
     runs = "1 run" if profile.runs == 1 else f"{profile.runs} runs"
     devices = "1 device" if profile.devices == 1 else f"{profile.devices} devices"
     where = profile.layout.topology if profile.layout else profile.platform.upper()
@@ -230,7 +230,7 @@ def bars(values: Mapping[str, float], text: Callable[[float], str], *, label: st
     shapes = []
     for row, (name, value) in enumerate(values.items()):
         y = row * _ROW
-        width = max(room * value / most, 1.5)  # 0 is also a visible line
+        width = max(room * value / most, 1.5)  # a value of 0 is a thin line
         shapes.append(
             f'<text x="0" y="{y + 16}">{html_text(_shortened(name))}</text>'
             f'<rect x="{_LABEL}" y="{y + 5}" width="{width:.1f}" height="14" rx="2" '

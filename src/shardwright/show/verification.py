@@ -71,7 +71,7 @@ def memory_rows(verification: Verification) -> Iterator[tuple[str, ...]]:
     remark = "equal" if actual == held else f"{_signed(actual - held)}, from tiles and alignment"
     yield "arguments", bytes_text(held), bytes_text(actual), remark
     if compiled.memory.get("host_temp_size"):
-        yield "memory", "", "", "unknown: the compiler reports no peak without host temporaries"
+        yield "memory", "", "", "unknown, because the program has temporary arrays on the host"
     if compiled.peak is None:
         return
     low, high = report.memory.low, report.memory.high

@@ -1,8 +1,8 @@
 """Test sharded code without accelerators.
 
 This package has meshes of virtual CPU devices, assertions about shardings and collectives, golden
-files, and what the pytest plugin uses. What a program asks at run time belongs in `manager/` or
-`plan/`.
+files, and what the pytest plugin uses. Functions that a program calls at run time belong in
+`manager/` or `plan/`.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Case:
     def values(self, dtype: str) -> dict[str, Any]:
         """Return q, k, v and the other arrays. The seed is the length of the case's name.
 
-        All are NumPy arrays, because JAX would compile a program for each array.
+        The arrays are NumPy arrays, because JAX would compile a program for each array.
         """
         random = np.random.default_rng(len(self.name))
         b, t, s, h = self.batch, self.q_length, self.kv_length, self.heads
@@ -143,7 +143,7 @@ class Case:
         held = positions >= 0
         if "lengths" in arrays:
             held = held & (positions < arrays["lengths"][:, None])
-        # int8 has no NaN, so the scale of the row has it.
+        # int8 has no NaN, so put NaN into the scale of the row.
         for name in ("k_scale", "v_scale") if self.stored is not None else ("k", "v"):
             x = arrays[name].copy()
             rows = np.swapaxes(x, 1, 2) if self.options.get("layout") == "BHTD" else x

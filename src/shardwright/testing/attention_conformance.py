@@ -127,8 +127,8 @@ class AttentionConformance:
 
     Attributes:
       implementation: The registered name.
-      refuses: Function that tells whether a call must be refused. The test then fails if `supports`
-        refuses any other call. None accepts whatever `supports` refuses.
+      refuses: Function that tells whether a call must be refused. The test fails if `supports`
+        decides otherwise. With None, `supports` may refuse any call.
       tolerances: The largest errors.
       every: Whether to test every cell of the conformance table, more than 2,000. By default, each
         case runs on two meshes only.

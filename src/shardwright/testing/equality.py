@@ -1,4 +1,4 @@
-"""Assert that a sharded function gives the values and gradients of one device."""
+"""Assert that a sharded function gives the same values and gradients as on one device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assert_same_as_unsharded(
     rtol: float | None = None,
     atol: float = 0.0,
 ) -> None:
-    """Assert that a function of sharded arrays gives the values and gradients of one device.
+    """Assert that a function gives the same values and gradients on a mesh and on one device.
 
     `assert_same_as_unsharded(loss, params, batch, manager=pm)`. The function runs twice, jitted: on
     the sharded arguments, then on copies on one device under the same rules. Gradients are compared

@@ -50,7 +50,7 @@ def _name(item: pytest.Item) -> str:
 
 
 def _rivals(item: pytest.Item) -> tuple[str, ...]:
-    """Return the tests of the module with the same default file; empty if only one has it."""
+    """Return all tests with the default file of this test; empty if only this test has it."""
     modules = item.config.stash.setdefault(_NAMES, {})
     # Compute this once per module: a search through all tests for each test takes quadratic time.
     if str(item.path) not in modules:

@@ -230,7 +230,7 @@ def is_same_everywhere(compiled: Any) -> bool:
 
 
 def function_name(f: Callable[..., Any]) -> str:
-    """Return a function's name, or its type's."""
+    """Return the name of a function, or the name of its type if it has none."""
     return getattr(f, "__name__", type(f).__name__)
 
 

@@ -114,7 +114,7 @@ def _block_counts(spec: ArraySpec, blocks: tuple[int, ...], path: str) -> tuple[
             pairs = zip(spec.shape, sizes, strict=True)
             return tuple(1 if block == WHOLE else size // (block or 1) for size, block in pairs)
     what = f"blocks {blocks} do not divide {describe(spec)} of shape {spec.shape}"
-    fix = "write one entry per dim: 1 for a scale each, -1 for one scale, or a size that divides"
+    fix = "write one block size per dim: a divisor of the dim, or -1 for a block of the whole dim"
     raise RankMismatchError(what, path=path, fix=fix)
 
 

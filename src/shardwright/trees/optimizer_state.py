@@ -157,7 +157,7 @@ def _known_nodes(state: Any, prefix: Path = ()) -> Iterator[tuple[Path, str]]:
 
 
 def changes_dims(state: Any) -> bool:
-    """Tell whether a state has arrays, such as factored moments, without a parameter's dims."""
+    """Tell whether a state has arrays without the dims of a parameter, such as factored moments."""
     return any(kind in _DIMS_BY_FIELD for _, kind in _known_nodes(state))
 
 
@@ -360,7 +360,7 @@ class _StateIndex:
     def _owner(self, path: Path) -> Leaf | None:
         """Return the parameter whose path is the end of an array's path, or None.
 
-        The state above this end must have the structure of the parameters.
+        The part of the state above this end must have the structure of the parameters.
         """
         # Try the longest end of the path first: the path of parameter `w` is also an end of the
         # path `a/w`.

@@ -51,7 +51,8 @@ _CONFIG_SIZES = {
     HEAD_DIM: "head_dim",
     KV_HEAD_DIM: "head_dim",
 }
-# EasyDeL's default of `sequence_axis_name`: the rules decide the mesh axis of the sequence.
+# EasyDeL's default of `sequence_axis_name`. With it, the rules alone decide the mesh axis of the
+# sequence.
 _ANY_SEQUENCE_AXIS = "sp"
 
 
@@ -78,8 +79,8 @@ class AttentionMetadata:
         configuration, else to float32.
       runtime_softmax_dtype: Must have at most 32 bits; softmax is always float32. Defaults to
         `attn_softmax_dtype` of the configuration, else to float32.
-      sequence_axis_name: The mesh axis over which the rules shard the sequence. It is an error if
-        the rules have another one. The default, "sp", is not checked.
+      sequence_axis_name: The mesh axis over which the rules shard the sequence. If the rules shard
+        the sequence over another mesh axis, it is an error. The default, "sp", is not checked.
       mesh: Defaults to that of the ambient manager, else to the ambient mesh.
       platform: Must equal `backend`. Defaults to `backend`.
       backend: "cpu", "gpu" or "tpu". Defaults to the current backend.
@@ -174,7 +175,8 @@ class AttentionMetadata:
 
     def _set_manager(self) -> None:
         entered = context.current()
-        # An ambient manager has its own rules and mesh. They must not replace what is given.
+        # An ambient manager has its own rules and mesh. They must not replace a given
+        # `partition_axis` or `mesh`.
         has_rules = self._is_given("partition_axis") or self._is_given("mesh")
         self.set_attrs_carefully(
             "partition_manager", entered if entered is not None and not has_rules else NOT_GIVEN
@@ -233,7 +235,7 @@ class AttentionMetadata:
     def from_config(
         cls, config: Any, softmax_scale: float | None, dropout_prob: float = 0.0
     ) -> AttentionMetadata:
-        """Return metadata whose other attributes are read from a configuration."""
+        """Return metadata with this scale and dropout. Read the rest from a configuration."""
         return cls(
             NOT_GIVEN, base_config=config, softmax_scale=softmax_scale, dropout_prob=dropout_prob
         )

@@ -1,4 +1,4 @@
-"""EasyDeL's classes for implementations of attention, as an adapter of `attention.register`.
+"""EasyDeL's registry of attention implementations, in which an implementation is a class.
 
 A class has a name, a method `supports`, and a `forward_*` method for each backend. `supports`
 checks a call before anything is traced. The `forward_*` methods take global arrays. When a class is
@@ -216,8 +216,8 @@ class AttentionRegistry:
                     f"the name {name!r} belongs to {other.__qualname__}",
                     fix="give the implementation another name",
                 )
-        # Call this first: it raises an error for a name that shardwright uses itself. Then nothing
-        # is changed here.
+        # Call `core.register` first. It raises an error if shardwright itself uses one of the
+        # names, and `_known` must not change in this case.
         core.register(implementation.value())
         # Make a new dict, because another thread may be reading the old one.
         cls._known = {**cls._known, **dict.fromkeys(names, implementation)}
@@ -225,12 +225,12 @@ class AttentionRegistry:
 
     @classmethod
     def get(cls, name: str) -> type[AttentionImpl]:
-        """Return the class with a name. An implementation of shardwright is wrapped in a class.
+        """Return the class with a name. An implementation without a class is wrapped in one.
 
         Raises:
           AttentionError: (a ValueError) The name is unknown. The message suggests a known name.
         """
-        # `_class_of` makes a class for an implementation that was registered without one.
+        # shardwright's own implementations, for example, have no class.
         return cls._known.get(name) or _class_of(core.find(name))
 
     @classmethod
@@ -251,7 +251,7 @@ def _source(cls: type) -> tuple[str, str]:
 # Cache one class for each implementation, so that `get` returns the same class each time.
 @functools.cache
 def _class_of(implementation: Implementation) -> type[AttentionImpl]:
-    """Return a class that wraps an implementation of shardwright."""
+    """Return an `AttentionImpl` that calls an `attention.Implementation`."""
 
     class Wrapped(AttentionImpl):
         takes_scales = implementation.takes_scales

@@ -310,8 +310,8 @@ def _gradient(g: Any, other: Quantized, side: int, call: _DotCall) -> Any:
       call: The dot.
     """
     dims = call.dims
-    # The other operand has scales along dims that this dot contracts, so multiply g by the scales.
-    # The integers of the other operand are used as they are.
+    # The other operand has scales along dims that this dot contracts. These scales do not factor
+    # out of the sum, so multiply g by them. The integers of the other operand are used as they are.
     scaled = g.astype(
         _wide(jnp.promote_types(_wide(g.dtype), _wide(other.scale.dtype)))
     ) * _like_result(other.scale, 1 - side, dims)

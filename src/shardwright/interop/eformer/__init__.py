@@ -16,7 +16,8 @@ from shardwright.interop.eformer.escale.partition import constraints as _constra
 
 
 def __getattr__(name: str) -> Any:
-    # Each access of these two names reads the environment. All other names come from `escale`. This
-    # module has no `__all__`, because a star import would use the `__all__` of `_constraints`.
+    # Each access of these two names reads the environment. Do not look up other names in
+    # `_constraints`: a star import of this module looks up `__all__`, and would find the `__all__`
+    # of `_constraints`.
     environment = ("LOG_SHARDING_MOVE", "MIN_SHARDING_SIZE")
     return getattr(_constraints if name in environment else escale, name)

@@ -66,7 +66,7 @@ INSTEAD = {
 # Cache the classes, so that a name is the same class each time.
 @functools.cache
 def __getattr__(name: str) -> Any:
-    """Return a class in place of a name of eformer, so that importing the name succeeds.
+    """Return a class in place of a function or class of eformer, so that its import succeeds.
 
     A call of the class, or a subclass of it, raises `NotProvidedError`.
 

@@ -113,8 +113,8 @@ def read_names(
       names: Name -> (axis, role), or an axis for both roles. None maps nothing.
       own_axes: Axes besides those of the vocabulary.
       declare: The last words of a message, which say how to declare an axis of the user.
-      are_imported: Whether `embed` may be mapped to `logical_embed`, as an import without `names`
-        does.
+      are_imported: Whether a name may be mapped to the new axis that an import without `names`
+        gives it, such as `embed` to `logical_embed`.
 
     Raises:
       StrategyError: A name is mapped to neither an axis nor a pair of an axis and a role.

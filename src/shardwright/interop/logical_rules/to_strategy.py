@@ -42,7 +42,7 @@ from shardwright.vocabulary.modes import mode_name, parse_mode
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """One rule of a list. If `axes` is empty, `end` says: replicated, or left to the compiler."""
+    """One rule of a list. If `axes` is empty, `end` says what happens to the dim."""
 
     name: str
     axes: tuple[str, ...]
@@ -72,8 +72,8 @@ def to_strategy(
     Args:
       rules: Pairs (name, mesh axes). The second value is a mesh axis, a tuple of mesh axes, None
         for replicated, or `PartitionSpec.UNCONSTRAINED` for a dim that is left to the compiler.
-      mesh: A `Mesh`, an `AbstractMesh`, text such as `"data:2,model:4"`, a mapping of mesh axis to
-        size, or pairs of them.
+      mesh: A `Mesh`, an `AbstractMesh`, text such as `"data:2,model:4"`, or a mapping of mesh axis
+        to size. Pairs (mesh axis, size) are possible too.
       names: Name in the list -> (axis, role), or an axis for both roles. A name that is not in
         `names` becomes a new axis: `embed` becomes `logical_embed`.
       semantics: "flax": rules apply in their order, and a rule is skipped if its mesh axis is
@@ -293,8 +293,8 @@ def _replaced(
     for mode in dict.fromkeys(mode for _, mode in replaced.values()):
         own = [name for name, (_, each) in replaced.items() if each == mode]
         texts = [f"{name} as {replaced[name][0]}" for name in own]
-        # The table of a mode has one entry per name. Only [rules] and [params] may be arrays, which
-        # keep the order of all rules.
+        # The table of a mode has one entry per name. Only [rules] and [params] may be lists of
+        # tables, which keep the order of all rules.
         in_mode = _in_mode(pairs, replaced, mode)
         runs = [name for name, _ in itertools.groupby(pair.name for pair in in_mode)]
         if len({*runs}) < len(runs):
@@ -398,9 +398,10 @@ def _between(
 def _table(
     pairs: Sequence[_Pair], targets: Mapping[str, Any], role: Role
 ) -> list[tuple[str, _Pair]]:
-    """Return the rules of one role. This is the whole list, because the order of all rules matters.
+    """Return the rules of one role, in the order of the list.
 
-    Names of the other role are left out if their axis also has a name of this role.
+    Rules of the other role are kept too, because the order of all rules matters. A name of the
+    other role is left out only if its axis also has a name of this role.
     """
     own = {
         axis_in(target): name

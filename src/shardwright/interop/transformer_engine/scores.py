@@ -90,8 +90,8 @@ class ScoreConfig:
       mask_type: A key of `MASK_TYPES`, or one of its other spellings.
       bias_type: "no_bias", "pre_scale_bias" for `(q k + bias) * scale`, or "post_scale_bias".
       scale: Factor of the scores.
-      window: (left, right), how many positions before and after its own position a query attends
-        to; a negative number means no bound.
+      window: (left, right): a query attends to this many positions before and after its own
+        position. A negative number means no bound.
       softmax_type: Which softmax.
       float32_logits: Whether matmuls and softmax are float32.
       dropout: Probability of dropping a weight.

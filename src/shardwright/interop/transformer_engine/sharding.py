@@ -186,7 +186,7 @@ def _manual_axes() -> tuple[str, ...]:
 
 
 def mesh_axes_of_names() -> dict[str, str | None]:
-    """Return the mesh axis of each name by the `MeshResource`. Without a mesh, the dict is empty.
+    """Return the mesh axis that the `MeshResource` gives each name; empty if there is no mesh.
 
     Raises:
       NoManagerError: There is a mesh, and no `MeshResource` is set.
@@ -298,7 +298,7 @@ def constrain(x: jax.Array, names: Sequence[str | None] | None) -> jax.Array:
 def shards_of(
     names: Sequence[str | None] | None, shape: Sequence[int], *, role: str
 ) -> tuple[tuple[tuple[str, int], ...], ...] | None:
-    """Return the mesh axes over which the name of each dim shards it, with their sizes.
+    """For each dim, return the mesh axes over which its name shards it, with their sizes.
 
     Return None if the mesh axes are not known, because there are no names, no mesh or no
     `MeshResource`, or because a manager does not know a name. Inside `shard_map`, where shapes are

@@ -83,7 +83,7 @@ def unpacked(layout: str, query: Any, key: Any, value: Any) -> tuple[Any, Any, A
 
 
 class SoftmaxOffset(Module):  # type: ignore[misc]
-    """The parameter of the learned softmax, under the path of TransformerEngine's backend.
+    """The parameter of the learned softmax, at the path that it has in TransformerEngine.
 
     Attributes:
       heads: Number of heads.
@@ -103,9 +103,9 @@ class SoftmaxOffset(Module):  # type: ignore[misc]
 class DotProductAttention(Module):  # type: ignore[misc]
     """Attend, with TransformerEngine's names for masks, biases and layouts.
 
-    In a mask, 1 hides a pair of a query and a key. `attn_mask_type` decides causality and
-    `window_size` the window, with and without a mask. The type "causal" ignores a mask unless there
-    is a window.
+    In a mask, 1 hides a pair of a query and a key. With and without a mask, `attn_mask_type`
+    decides causality, and `window_size` decides the window. The type "causal" ignores a mask unless
+    there is a window.
 
     Attributes:
       head_dim: Size of a head. As in TransformerEngine, sizes come from the arrays: this field and

@@ -93,7 +93,7 @@ def activate(
             fix=f"write {', '.join(_CLAMP_FIELDS)}",
         )
     clamp = Clamp(**{_CLAMP_FIELDS[name]: value for name, value in (params or {}).items()})
-    # Names of `flax.linen` that `layers` does not have are computed one by one below.
+    # Functions of `flax.linen` that `layers` does not have are called one by one below.
     names = [each for each in activations if isinstance(each, str) and each in ACTIVATIONS]
     if len(names) == len(activations):
         return gated(names, x, axis=-2, clamp=clamp)

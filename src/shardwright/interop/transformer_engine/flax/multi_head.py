@@ -121,7 +121,7 @@ def split_heads(module: Any, arrays: Any, *, starts: tuple[Any, Any]) -> list[An
 
 
 def read_deprecated(module: Any) -> None:
-    """Read the fields that have new names, with TransformerEngine's warnings.
+    """Copy deprecated fields to the fields that replace them, with TransformerEngine's warnings.
 
     Raises:
       LayerError: `output_layernorm` is given.
@@ -156,7 +156,8 @@ def projected(module: Any, x: Any, x_kv: Any) -> tuple[Any, Any, Any, Any]:
     Args:
       module: A `MultiHeadAttention`.
       x: Input of the queries.
-      x_kv: Input of keys and values. None means self-attention: this input is then the norm of `x`.
+      x_kv: Input of keys and values. None means self-attention: keys and values are then computed
+        from the normalized `x`.
     """
     counts = module.num_attention_heads, module.num_gqa_groups
     sizes = [count * module.head_dim for count in counts]

@@ -123,8 +123,9 @@ def with_sharding_constraint(
     """Place an array, or every array of a tree, by a spec on the current mesh, or by a sharding.
 
     `P()` replicates, and UNCONSTRAINED leaves a dim to the compiler. NumPy arrays are placed too. A
-    `ShapeDtypeStruct` gets the sharding. Without a mesh, a policy with `missing = "replicate"`,
-    such as `"eformer"`, returns the arrays as they are. The function is also named `lax_reshard`.
+    `ShapeDtypeStruct` gets the sharding. Without a mesh, the arrays are returned as they are if the
+    policy has `missing = "replicate"`, as `"eformer"` has. The function is also named
+    `lax_reshard`.
 
     Args:
       arr: Arrays.
@@ -173,7 +174,7 @@ lax_reshard = with_sharding_constraint
 
 def _rules_for(mesh: Mesh | AbstractMesh, policy: Policy) -> AxisRules:
     """Return rules that allow literal specs to name all axes of a mesh."""
-    # The resolver knows only mesh axes that rules name, so one rule names each axis of the mesh.
+    # The resolver knows only mesh axes that rules name, so this rule names all axes of the mesh.
     names = Rule(
         candidates=tuple((name,) for name in mesh.axis_names),
         ref=RuleRef(key="mesh", text=" | ".join(mesh.axis_names)),
@@ -278,7 +279,8 @@ def match_partition_rules(
     """
     annotations = match_paths(tree, rules).annotations
     smallest = min_sharding_size() if min_size is None else min_size
-    # Under `strict`, eformer always cuts a spec that is longer than its array.
+    # Under `strict`, eformer always cuts a spec that is longer than its array. Here, the spec is an
+    # error unless the policy allows the cut.
     fit = parse_policy(policy).rank is Rank.FIT
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
     structure: Any = jax.tree.structure(tree)

@@ -93,7 +93,8 @@ class PartitionManager:
         rules = paxis.compile(
             policy=parse_policy(default or policy or "strict"), registered=registered
         )
-        # JAX keeps the key, so the key must not hold the manager. `repr(paxis)` has all its fields.
+        # JAX keeps the key, so the key must not hold the manager. `repr(paxis)` shows all fields of
+        # `paxis`.
         key = (rules.fingerprint(), mesh, repr(paxis))
         # The dataclass is frozen, so set its fields by `object.__setattr__`.
         for name, value in {
@@ -146,8 +147,8 @@ class PartitionManager:
         Args:
           axes: A list with an entry per dim, or a layout. An entry is an axis, None, or a list of
             axes (one dim over several).
-          mode: A runtime mode, or the index of the dim whose size selects it: 1 means decode, any
-            other size means train. Defaults to the mode of the layout, else to train.
+          mode: A runtime mode, or the index of a dim. If this dim has the size 1, the mode is
+            decode, else train. Defaults to the mode of the layout, else to train.
           dynamic_axes: A layout.
           shape: Required if the mode is an index.
 
@@ -223,7 +224,8 @@ class PartitionManager:
     def native(self, *, strict: bool = False) -> native.PartitionManager:
         """Return the `shardwright.PartitionManager` of these rules on the current mesh.
 
-        Calls on one `PartitionAxis` object with equal rules and mesh return the same manager.
+        If managers share one `PartitionAxis` object, and have equal rules and the same mesh, they
+        return the same object.
 
         Raises:
           NoMeshError: There is no mesh.
@@ -253,7 +255,7 @@ class PartitionManager:
         return layout, mode_name
 
     def _spelled(self, layout: DynamicShardingAxes) -> DynamicShardingAxes:
-        """Check the names of a layout, and return it with parallelism axes for mesh axes."""
+        """Check the names of a layout, and replace its mesh axes by their parallelism axes."""
         dims = self.paxis.spelled(layout.axes, self.rules)
         same = dims == tuple(tuple(dim) if isinstance(dim, list) else dim for dim in layout.axes)
         return layout if same else DynamicShardingAxes(dims, layout.mode)
