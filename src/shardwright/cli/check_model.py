@@ -67,8 +67,9 @@ def check_model(
 ) -> list[Checked]:
     """Return the findings about a model.
 
-    The first `Checked` is about the names of axes. Each of the others is about the arrays that do
-    not resolve under one setting. If the model returns programs, this list repeats for each mode.
+    The first `Checked` is about the names of axes. Each later one is about one of `settings`, and
+    has the arrays that do not resolve under it. If the model returns programs, there is such a list
+    for each mode.
 
     Args:
       text: `file.py:function`. Without `--params`, the function returns programs.
@@ -139,7 +140,7 @@ def _resolve(label: str, mode: str, program: Program, setting: Setting) -> Check
 
 
 def _wrong_convolutions(manager: Manager, traced: Trace, program: Program) -> Iterator[Finding]:
-    """Yield a finding for each convolution that XLA may compute wrongly. Only a plan finds it."""
+    """Yield a finding for each convolution that XLA may compute wrongly, according to a plan."""
     # Look for a convolution first, because a plan takes seconds, and few programs have one.
     if not holds_primitive(traced.jaxpr, "conv_general_dilated"):
         return
@@ -234,7 +235,7 @@ def _are_specs(specs: Any) -> bool:
 
 
 def _annotated(tree: Any, specs: Any, held: Any) -> list[tuple[Any, Any]]:
-    """Return a pair for each array of an argument: its annotation, or None, and the array."""
+    """For each array of an argument, return its annotation (or None) and the array itself."""
     leaves = jax.tree.leaves(tree)
     if specs is None or held not in (None, Category.INPUTS):
         return [(None, leaf) for leaf in leaves]

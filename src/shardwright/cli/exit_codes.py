@@ -34,7 +34,7 @@ def finding_problems(file: str = "") -> Iterator[None]:
     `FoundError`.
 
     Args:
-      file: The file in which the user changes rules. The fixes name it. Defaults to no file.
+      file: The file in which the user changes rules, for the text of fixes. Defaults to no file.
     """
     try:
         yield

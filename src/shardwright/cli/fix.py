@@ -137,7 +137,7 @@ def add_fix_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--fix",
         action="store_true",
-        help="first edit the last .toml file of each strategy as its fixes say (needs tomlkit)",
+        help="first make the proposed edits in the last .toml file of a strategy (needs tomlkit)",
     )
     command.add_argument(
         "--dry-run", action="store_true", help="with --fix: show the edits, and write nothing"
@@ -171,7 +171,7 @@ def fix_file(
       dry: Whether to leave the file on disk as it is.
 
     Raises:
-      StrategyError: No file is named, it cannot be read or written, or tomlkit is missing.
+      StrategyError: No file is named, the file cannot be read or written, or tomlkit is missing.
     """
     from shardwright.strategy.model import Strategy
 

@@ -201,8 +201,8 @@ def make_setting(combined: Any, label: str, *, mesh: str | None, devices: int | 
     manager = PartitionManager(combined, mesh=read_mesh(combined, label, mesh, devices))
     dcn = dict(combined.dcn)
     if mesh is not None:
-        # `mesh` replaces the mesh of the strategy, also between slices. `zip` is not strict,
-        # because `spec.dcn` is empty if the mesh has only one slice.
+        # `mesh` replaces `[mesh]` and `[dcn]` of the strategy. `zip` is not strict, because
+        # `spec.dcn` is empty if the mesh has only one slice.
         spec = parse_mesh(mesh)
         dcn = dict(zip(spec.names, spec.dcn, strict=False))
     return Setting(manager=manager, strategy=label, combined=combined, dcn=dcn)

@@ -33,7 +33,7 @@ _EPILOG = f"""\
 MODEL is file.py:function or a config.json, as for `shardwright plan`. The page has sliders for the
 mesh. It shows the memory and the traffic of each candidate, and the rule behind each dim of each
 tensor. The page is one file that loads no other file. With --topology, the candidates are those of
-`shardwright search`, with those that do not fit. With --mesh, the candidates are the given
+`shardwright search`, including those that do not fit. With --mesh, the candidates are the given
 strategies on the given meshes.
 
 examples:

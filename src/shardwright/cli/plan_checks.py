@@ -107,7 +107,7 @@ def read_limit(text: str) -> Limit:
 def copies_breach(limit: Limit, state: StateBytes) -> str:
     """Return how the copies in a state exceed a limit, or "" if they do not.
 
-    A limit that is a share is a share of the bytes on all devices.
+    A share is relative to the bytes on all devices.
     """
     held = state.stored
     if limit.share is not None and held.replicated_share > limit.share:
@@ -120,7 +120,7 @@ def copies_breach(limit: Limit, state: StateBytes) -> str:
 def memory_breach(limit: Limit, most: int, usable: int | None) -> str:
     """Return how a peak exceeds a limit, or "" if it does not.
 
-    A limit that is a share is a share of the usable bytes of the chip.
+    A share is relative to the usable bytes of the chip.
 
     Args:
       limit: The limit.

@@ -124,7 +124,7 @@ def _what(name: str) -> str:
 def _copy(preset: str, path: Path, *, name: str | None, force: bool) -> Path:
     """Copy a preset to a file, or into a folder as `PRESET.toml`, and return the path.
 
-    The copy is named for its file, because errors and reports show the name of a strategy.
+    The copy gets the name of its file, because errors and reports show the name of a strategy.
     """
     if path.is_dir():
         path = path / f"{preset}.toml"

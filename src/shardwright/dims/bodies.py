@@ -28,7 +28,7 @@ class Body:
 
     Attributes:
       jaxpr: The open jaxpr.
-      operands: For each input, the number of its operand in the equation.
+      operands: For each input, the index of its operand in the equation.
       runs: How often the equation runs the jaxpr.
       fixed: Number of inputs of a loop that stay the same.
       carried: Number of carries of a loop.
@@ -60,7 +60,7 @@ _HELD_AS: Final = ("jaxpr", "call_jaxpr", "call")
 
 
 def bodies(equation: Any) -> tuple[Body, ...]:
-    """Return the jaxprs that an equation runs. The name of its primitive tells which these are.
+    """Return the jaxprs that an equation runs. Its primitive decides which parameters hold them.
 
     A `while` has its body and its condition, and a `cond` has all branches. The jaxpr of a
     `shard_map` is left out, because its shapes are those of shards.

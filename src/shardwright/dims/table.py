@@ -124,7 +124,9 @@ def broadcast(old: DimSizes, new: DimSizes, places: tuple[int, ...]) -> Correspo
 
 
 def equal_products(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Pair the smallest groups of neighboring dims of two shapes with the same number of elements.
+    """Yield pairs of groups of neighboring dims, one group of each shape, with equal products.
+
+    The groups are as small as possible.
 
     >>> list(equal_products((5, 4, 6), (5, 3, 8)))
     [([0], [0]), ([1, 2], [1, 2])]

@@ -27,8 +27,8 @@ def annotate(model: Any, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -
 
     Args:
       model: A model of equinox, or its shapes from `equinox.filter_eval_shape`.
-      rules: Pattern of a path -> annotation, as for `sw.match_paths`. A file with the text of
-        `Inferred.toml()` has such a mapping as its content.
+      rules: Pattern of a path -> annotation, as for `sw.match_paths`. The TOML text that
+        `Inferred.toml()` returns is such a mapping.
 
     Raises:
       StrategyError: An array matches no rule, a rule matches no array, or a pattern or an

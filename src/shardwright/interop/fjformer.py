@@ -281,7 +281,7 @@ Cast = Callable[[Any], Any]
 
 
 def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
-    """Return the cast of each leaf, from None, one float dtype or a tree of dtypes."""
+    """Return a function for each leaf, which casts the leaf as `dtype_specs` says."""
     if dtype_specs is None:
         # Make a function for each leaf, because fjformer returns trees of functions.
         return [_as_array] * structure.num_leaves

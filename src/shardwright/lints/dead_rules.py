@@ -176,7 +176,7 @@ def _inherited(subject: Subject, table: KeyPath, axis: str) -> Rule | None:
 
 
 def weights_move(subject: Subject) -> Iterator[Finding]:
-    """Yield axes whose weights are sharded differently in decode and in prefill or insert."""
+    """Yield axes whose weights are sharded in decode in another way than in prefill or insert."""
     decode = _weights(subject, "decode")
     for mode in ("prefill", "insert"):
         other = _weights(subject, mode)
@@ -210,7 +210,7 @@ def weights_move(subject: Subject) -> Iterator[Finding]:
 
 
 def _moved(subject: Subject, axis: str, mode: str) -> bool:
-    """Tell whether a weight with an axis is sharded differently in a mode and in decode.
+    """Tell whether a weight with an axis is sharded in a mode in another way than in decode.
 
     If sizes of the mesh are unknown, tell whether there is a weight with the axis.
     """

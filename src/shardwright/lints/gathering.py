@@ -30,7 +30,7 @@ _STACKED = frozenset({LAYERS, EXPERT})
 
 
 def not_gathered(subject: Subject) -> Iterator[Finding]:
-    """Yield rules that shard weights over a mesh axis of the tokens and leave them ungathered.
+    """Yield rules that shard weights over a mesh axis of the tokens, if `gather` does not name it.
 
     If the tokens of `x` and a dim of `w` are both sharded over fsdp, each device has its own tokens
     and its own part of `w`. So XLA must move data for each matmul `x @ w`. With fsdp in

@@ -51,9 +51,9 @@ DimNames = tuple[str, ...]
 def lint_names(annotations: Any, inferred: Inferred) -> tuple[Finding, ...]:
     """Return where the annotations of a model contradict its program.
 
-    Names that differ only by the kind of array count as equal: EMBED and NORM, or HEAD_DIM and
-    KV_HEAD_DIM. Axes of your own are only compared with each other. Guesses of inference are not
-    used.
+    Names are treated as equal if only the kind of array decides between them: EMBED and NORM, or
+    HEAD_DIM and KV_HEAD_DIM. Axes of your own are only compared with each other. Guesses of
+    inference are not used.
 
     Args:
       annotations: Tree like the parameters, with an annotation or an `ArraySpec` per array.

@@ -229,7 +229,7 @@ def _without_rule(decision: DimDecision) -> list[str]:
 
 
 def unused_tensors(subject: Subject) -> Iterator[Finding]:
-    """Yield `[[tensors]]` entries that match no weight, and rules of axes that no match has."""
+    """Yield `[[tensors]]` entries, and single rules in them, that apply to no weight."""
     weights = [tensor for tensor in subject.tensors or () if role_of(tensor) is Role.PARAM]
     if not weights:
         return

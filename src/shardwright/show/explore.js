@@ -5,7 +5,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const page = document.getElementById("page");
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const MOST_BLOCKS = 1024; // a picture with more cells could not be read
-const FAR = 6; // beside a limit above this multiple of the memory, parts would be too small to see
+const FAR = 6; // a limit above this multiple of the memory makes the parts of the memory too small
 const VERDICTS = { fits: "good", close: "warn", "does not fit": "bad" };
 const KINDS = ["parameters", "optimizer", "cache", "inputs", "temporary", "loops", "results"];
 

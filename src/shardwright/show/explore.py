@@ -219,9 +219,9 @@ def _tensors(
 
     Arrays of one row differ only in the numbers in their paths, such as the number of the layer.
     """
-    # Candidates may share a walk, whose report then names the rules of another strategy. So take
-    # the decisions from the candidate's own manager. `zip` leaves out the gradients, which come
-    # after the arguments.
+    # Candidates may share one report of a walk, which then names the rules of another candidate. So
+    # take the decisions from the candidate's own manager. `zip` leaves out the gradients, which
+    # come after the arguments.
     given = read_arguments(manager, program)
     rows: dict[tuple[Any, ...], list[StateLeaf]] = {}
     for leaf, source in zip(report.state.leaves, given, strict=False):

@@ -135,7 +135,7 @@ def wrap(text: str, width: int, *, first: str = "", rest: str = "") -> list[str]
 
     Args:
       text: One paragraph.
-      width: Characters per line. Only a line with one longer word is longer.
+      width: Characters per line. Only a line that is one longer word is longer.
       first: Text in front of the first line.
       rest: Text in front of all other lines.
 

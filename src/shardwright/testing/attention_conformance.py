@@ -50,7 +50,7 @@ class Tolerances:
       forward: Largest difference of float32 outputs, relative to the largest value if that value is
         above 1.
       backward: Largest difference of float32 gradients, relative in the same way.
-      relative: In bfloat16, the norm of the error relative to the norm of the expected values.
+      relative: Largest norm of a bfloat16 error, relative to the norm of the expected values.
     """
 
     forward: float = 2e-6

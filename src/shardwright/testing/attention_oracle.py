@@ -21,7 +21,7 @@ _HIDING = np.float32(-2e38)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Softmax:
-    """Values of the forward pass that both passes use.
+    """Values of the forward pass that the backward pass uses too.
 
     Attributes:
       logits: Logits after the softcap, `[batch, heads, q_length, kv_length]`.
@@ -122,7 +122,7 @@ def _softmax(operands: Operands, recipe: Arithmetic) -> _Softmax:
 
 
 def _seen(operands: Operands, recipe: Arithmetic) -> Any:
-    """Return which pairs attend, by the definitions in the docstring of `masks`."""
+    """Return which query sees which key, by the definitions in the docstring of `masks`."""
     q = np.asarray(operands.q_positions)[:, None, :, None]
     kv = np.asarray(operands.kv_positions)[:, None, None, :]
     rules, seen = recipe.mask, kv >= 0

@@ -76,7 +76,7 @@ def _names_part_of(path: Path, argument: str, config: pytest.Config) -> bool:
 
 
 def attach(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Add the files that a test used so far to its report, as plain data that crosses processes."""
+    """Add to a test's report the files that the test used, as plain data that crosses processes."""
     if report.when == "setup" or _GOLDEN not in item.stash:
         return
     config, reports, module, golden = (

@@ -121,7 +121,7 @@ def _text(value: Any) -> str:
 
 
 def _sharding_text(sharding: Sharding) -> str:
-    """Return, as text, what JAX compares of shardings: spec, axis types and memory kind."""
+    """Return a text with what JAX compares of a sharding: spec, axis types and memory kind."""
     text = sharding_text(sharding)
     if isinstance(sharding, NamedSharding):
         if not (sharding.spec.unreduced or sharding.spec.reduced):

@@ -376,7 +376,7 @@ class _StateIndex:
     def _projected(
         self, path: Path, shape: tuple[int, ...], owner: Leaf | None
     ) -> Follower | Problem | None:
-        """Return how an array below a type of `_PROJECTED` follows its parameter, or its problem.
+        """Return how an array below a type of `_PROJECTED` follows its parameter, or why it cannot.
 
         Return None if the array is not below such a type, or its parameter is not projected.
         """

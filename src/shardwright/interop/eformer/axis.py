@@ -322,7 +322,7 @@ class PartitionAxis(Attributes):
         constraint checks the spec.
 
         Raises:
-          AxisConflictError: Two entries have a mesh axis whose size is above 1.
+          AxisConflictError: Two entries share a mesh axis whose size is above 1.
           UnknownAxisError, StrategyError: An axis or the mode is unknown.
         """
         rules = self.compile()

@@ -1,7 +1,7 @@
 """TransformerEngine's JAX names, to import in place of `transformer_engine.jax`.
 
-Code belongs here if programs for TransformerEngine import it by this name. `flax` has the linen
-modules and is imported on first use. The computation is in `shardwright.layers`.
+Code belongs here if TransformerEngine has it under the same name, and programs import it. `flax`
+has the linen modules and is imported on first use. The computation is in `shardwright.layers`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""TransformerEngine's linen modules, with its fields, variables and paths.
+"""TransformerEngine's linen modules, with the same fields, variables and paths.
 
 The modules compute with `shardwright.layers`.
 

@@ -230,7 +230,7 @@ class TransformerLayer(Module):  # type: ignore[misc]
 
     Attributes:
       hidden_size: Size of the residual. The size of a head follows from it. As in
-        TransformerEngine, it is not compared with the inputs.
+        TransformerEngine, this field is not compared with the inputs.
       mlp_hidden_size: Size of the hidden dim of the MLP.
       num_attention_heads: Heads of queries.
       num_gqa_groups: Heads of keys and values. Defaults to `num_attention_heads`.

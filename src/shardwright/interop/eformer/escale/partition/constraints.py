@@ -309,8 +309,8 @@ def make_shard_and_gather_fns(
 ) -> tuple[Any, Any]:
     """Return two trees of functions: shard functions and gather functions.
 
-    A shard function places an array on the mesh, also a NumPy array. A gather function moves an
-    array to the host. If there are several processes, all must hold equal data.
+    A shard function places a JAX or NumPy array on the mesh. A gather function moves an array to
+    the host. If there are several processes, all of them must hold equal data.
 
     Args:
       partition_specs: A tree of `PartitionSpec`s.
