@@ -36,8 +36,8 @@ def annotate(variables: Any, names: Names) -> Any:
     `with_partitioning`, and those of nnx modules inside `nnx.bridge.to_linen`. `nn.scan` and
     `nn.vmap` add names to these boxes. As in flax, the last dims are replicated if a box has too
     few names. A dim whose name is None or UNCONSTRAINED is replicated, and so is a variable without
-    a box. Factored moments in `opt_state`, as of `optax.adafactor`, get the axes of their
-    parameters in `params`.
+    a box. Factored moments in `opt_state`, such as those of `optax.adafactor`, get the axes of
+    their parameters in `params`.
 
     Args:
       variables: What `model.init` returns, or a `TrainState`. Shapes from `jax.eval_shape` are
