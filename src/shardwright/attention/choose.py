@@ -279,7 +279,10 @@ def _sequence_parallel(call: AttentionCall) -> list[tuple[str, str]]:
 
 
 def _few_queries(call: AttentionCall, keys_sent: int) -> list[tuple[str, str]]:
-    """Rank `flash_decode` first if queries and results are fewer bytes to send than the keys."""
+    """Rank `flash_decode` first if it sends fewer bytes than a gather of the keys.
+
+    It sends queries and results.
+    """
     specs = call.specs
     if not specs.kv_length or not set(specs.kv_length) <= set(specs.q_length):
         return []

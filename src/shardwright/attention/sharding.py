@@ -2,8 +2,8 @@
 
 k and v may be replicated over a mesh axis that shards q's heads, but only if a rule says so. Query
 head h reads kv head `h * kv_heads // heads`. For that to hold on every device, the kv heads must be
-sharded over the same mesh axes as the query heads, or over only the first of these mesh axes. Each
-device then picks the kv heads that its queries read.
+sharded over the same mesh axes as the query heads, or over only the first ones of these mesh axes.
+Each device then picks the kv heads that its queries read.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def read_group(spec: CacheSpec, group: int | None) -> int:
 
 
 def integers(name: str, values: Any, *, size: int | None = None, per: str = "slot") -> Any:
-    """Return `[n]` int32. A value that does not fit is clipped, and so is still out of range.
+    """Return `[n]` int32. A value that does not fit int32 is clipped, and stays out of range.
 
     Args:
       name: Name of the argument, for messages.

@@ -140,7 +140,7 @@ class KVCache(abc.ABC):
         return self._sharding.with_specs(self.buffers, self.buffer_axes)
 
     def axes(self) -> Self:
-        """Return the annotations in a cache of the same structure, for the role activation."""
+        """Return a copy with annotations in place of its arrays, for the role activation."""
         annotations: dict[str, Any] = self.array_axes
         return dataclasses.replace(self, **annotations)
 
@@ -192,7 +192,7 @@ class KVCache(abc.ABC):
         return self._operate(type(self)._free, arguments.integers("slots", slots))
 
     def rewind(self, lengths: Any) -> Change[Self]:
-        """Cut each slot to `lengths[b]` tokens. The next append continues there.
+        """Cut slot b to `lengths[b]` tokens. The next append continues there.
 
         To take back two drafted tokens: `cache.rewind(jnp.maximum(cache.length - 2, 0))`.
 

@@ -25,8 +25,8 @@ class Change(Generic[C]):
     Attributes:
       cache: The cache after the operation. A refused slot keeps its content and its length.
       refused: int8 codes of `Refusal`, 0 where the operation succeeded. `append`, `rewind` and
-        `reorder` return one per slot. Operations that name slots return one per slot number that
-        they were given (an entry).
+        `reorder` return one code per slot. Operations that name slots return one code per entry of
+        the list of slots that they were given.
       positions: `[batch, q_length]` int32 of the appended tokens, -1 for padding and for refused
         tokens. None unless the operation is `append`.
     """
@@ -46,7 +46,7 @@ class Change(Generic[C]):
         return self.refused == Refusal.OVERFLOW
 
     def reasons(self) -> dict[int, Refusal]:
-        """Return the refusals by entry. Call this outside `jit`.
+        """Return the refusals by their index in `refused`. Call this outside `jit`.
 
         If the slots are sharded over processes, this is a collective: call it in every process.
 

@@ -99,7 +99,7 @@ def set_named(
 
 
 def invalid_names(named: jax.Array) -> tuple[ConditionalRefusal, ConditionalRefusal]:
-    """Return the reasons to refuse names: out of range, or named by several entries."""
+    """Return the reasons to refuse entries: the slot does not exist, or several entries name it."""
     twice = jnp.sum(named, axis=0) > 1
     return (
         (~jnp.any(named, axis=1), Refusal.SLOT_OUT_OF_RANGE),

@@ -1,8 +1,8 @@
 """Caches of rows: every slot has rows of its own.
 
-Position p is stored in row p of the slot. In a ring, it is stored in row p modulo the capacity. A
-`RowOrder` may permute the rows. Subclasses decide what a row stores: unchanged keys and values, or
-quantized keys and values with their scales.
+Position p is stored in row p of the slot. In a ring, where new tokens overwrite the oldest ones,
+position p is stored in row p modulo the capacity. A `RowOrder` may permute the rows. Subclasses
+decide what a row stores: unchanged keys and values, or quantized keys and values with their scales.
 """
 
 from __future__ import annotations

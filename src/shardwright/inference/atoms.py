@@ -31,8 +31,8 @@ class Atom:
       residual: Whether it is a dim of a residual addition, `x + f(x)`.
       routed: Whether activations choose elements along it, by one-hot rows or by a scatter.
       given: Whether it is a dim of an input.
-      resized: Whether an operation on activations makes it from a dim of another size, such as a
-        stride or a concatenation.
+      resized: Whether it is the result of an operation on activations that changes the size of a
+        dim, such as a stride or a concatenation.
       is_shards: Whether it is the number of shards of a `shard_map`. If so, this factor and the
         next factor are one dim, with one name.
       params: The dims of parameters that it is part of, as pairs (number of the parameter, number

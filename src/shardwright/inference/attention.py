@@ -97,8 +97,8 @@ def _scores(matmul: Matmul, uses: Uses, following: Iterable[Matmul]) -> Scores |
     """
     left, right = _factors(matmul.left), _factors(matmul.right)
     contracted = _factors(matmul.contracted)
-    # A head dim comes from a weight, but a matmul of scores and values sums over positions. So
-    # return here for such a matmul.
+    # A head dim comes from a weight. A matmul of scores and values sums over positions, which do
+    # not come from a weight, so return here for such a matmul.
     if not contracted or any(
         not atom.learned or atom.name not in ("", HEAD_DIM) for atom in contracted
     ):
@@ -171,7 +171,7 @@ def _heads(batch: Iterable[Atom], uses: Uses) -> tuple[list[Atom], bool]:
 
     After attention, a weight usually sums over the heads. If no weight does, the heads are the dims
     along which no weights are stacked. If weights are stacked along all dims, the heads are a
-    guess: the dims may also be the number of models or of stages.
+    guess: such a dim may also count models or stages.
     """
     heads = [atom for atom in batch if atom.learned and atom.name in ("", *_HEADS)]
     read = [atom for atom in heads if atom in uses.summed]
@@ -182,7 +182,7 @@ def _heads(batch: Iterable[Atom], uses: Uses) -> tuple[list[Atom], bool]:
 
 
 def _with_shards(heads: list[Atom], shards: Iterable[tuple[AtomDim, AtomDim]]) -> list[Atom]:
-    """Inside a `shard_map`, return the heads with the factor that counts their shards first."""
+    """Inside a `shard_map`, put the factor that counts the shards of the heads before the heads."""
     for major, part in shards:
         extra = [atom for atom in finest(major) if not atom.name and atom not in heads]
         if heads and finest(part)[:1] == heads[:1]:

@@ -204,8 +204,8 @@ def operations(jaxpr: Any) -> Iterator[str]:
         for value in equation.params.values():
             for each in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(each, _JAXPRS):
-                    # Brackets mark the body of a loop or a call. Without brackets, the text would
-                    # be equal if an equation moved out of the loop.
+                    # Brackets mark the body of a loop or a call. Without brackets, an equation
+                    # could move out of a loop without a change of the text.
                     yield "("
                     yield from operations(getattr(each, "jaxpr", each))
                     yield ")"

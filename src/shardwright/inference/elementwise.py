@@ -46,7 +46,7 @@ def elementwise(step: InferenceStep) -> list[ArrayFacts] | None:
 
 
 def _mark(step: InferenceStep, operands: list[ArrayFacts], dims: AtomDims) -> None:
-    """Mark the atoms of an activation function, or of a residual addition."""
+    """Mark the dims of an activation function, or of a residual addition."""
     name = step.equation.primitive.name
     if name in _NONLINEAR:
         for dim in dims:

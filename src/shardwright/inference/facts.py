@@ -105,7 +105,7 @@ class Matmul:
       right: The other dims of the right operand.
       groups: Whether the batch dims are the groups of a ragged matmul.
       reads_inputs: Whether the activation is computed from inputs alone, without parameters.
-      leaf: The number of the parameter that is the weight, or None if no single parameter is.
+      leaf: The number of the parameter that is the weight, or None.
       operands: The origins of the operands.
       origin: The origin of the result.
       location: The equation.
@@ -193,7 +193,8 @@ class AtomConflict:
       params: The affected dims, as pairs (number of a parameter, number of its dim).
       first: One of the names, and the evidence for it.
       second: The other name, and the evidence for it.
-      meeting: The operation that makes one dim of two named dims. None if there was only one dim.
+      meeting: The operation that uses two dims with these names as one dim. None if a single dim
+        got both names.
     """
 
     params: frozenset[tuple[int, int]]
@@ -206,9 +207,10 @@ class AtomConflict:
 class Facts:
     """What the walk records: how dims are used, and names that contradict each other.
 
-    For each dim that a `shard_map` shards, `shards` has a pair: the factor that counts the shards,
-    and the local part. `largest` has the dims along which an argmax or argmin chooses. `loops` is
-    the number of scans.
+    `activations` has the matmuls of two activations, and `projections` those of an activation and a
+    weight. For each dim that a `shard_map` shards, `shards` has a pair: the factor that counts the
+    shards, and the local part. `largest` has the dims along which an argmax or argmin chooses.
+    `rows` has the dims from which single elements are taken. `loops` is the number of scans.
     """
 
     lookups: list[TableLookup] = dataclasses.field(default_factory=list)

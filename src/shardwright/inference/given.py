@@ -110,7 +110,7 @@ class GivenSizes:
         """Give the caller's names to factors of dims that have no name or only a guessed name.
 
         Raises:
-          StrategyError: No dim of a parameter, and no factor of such a dim, has one of the sizes.
+          StrategyError: A size fits no dim of a parameter, and no factor of such a dim.
         """
         unmet = dict(self.by_size)
         for leaf, dims in enumerate(params):
@@ -141,7 +141,7 @@ class GivenSizes:
         raise_problems(problems)
 
     def spell(self, leaf: int, row: Sequence[Spelled], shape: Sequence[int]) -> list[Spelled]:
-        """Replace each entry without a name, or with a guessed name, by the axis of the caller.
+        """Replace entries that have no name, or a guessed name, by the axes that the caller gives.
 
         A dim of several factors, such as heads times head dims, gets its axis here, and not in
         `name`: a name of its factors would name other dims too.
@@ -167,7 +167,7 @@ class GivenSizes:
         return entries
 
     def _given(self, place: str | None, size: int) -> tuple[str | None, str]:
-        """Return the axis that the caller gives a dim, by place or else by size, and why."""
+        """Return the axis that the caller gives to a dim, by place or else by size, and why."""
         if place is not None:
             return place, _BY_PLACE
         return self.by_size.get(size), f"size {size} is in sizes"

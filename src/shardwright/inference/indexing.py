@@ -59,7 +59,10 @@ def _record_lookup(step: InferenceStep, row: AtomDims) -> None:
 
 
 def scatter(step: InferenceStep) -> list[ArrayFacts]:
-    """Align the updates: dims that are written whole with the operand, others with the indices."""
+    """Align each dim of the updates with a dim of the operand or of the indices.
+
+    Dims that are written whole are dims of the operand. The other dims come from the indices.
+    """
     old, index, _ = step.values
     numbers, known = step.parameters["dimension_numbers"], correspondence(step.equation)
     assert known is not None

@@ -238,8 +238,8 @@ def _name_all(
     name_windows(names)
     name_attention(names)
     name_experts(names)
-    # `name_experts` reads the matmuls of selected weights itself. The rules below treat them as
-    # projections like any other.
+    # `selected` has the matmuls with weights that a router selects. `name_experts` finds these
+    # matmuls itself. The rules below treat them as projections like any other.
     facts.projections += selected
     name_slices(names)
     name_residual(names)

@@ -49,7 +49,8 @@ class NameConflict:
       dim: Position of the dim in this parameter, or None.
       first: One of the names, and the evidence for it.
       second: The other name, and the evidence for it.
-      meeting: The operation that makes one dim of two named dims. None if there was only one dim.
+      meeting: The operation that uses two dims with these names as one dim. None if a single dim
+        got both names.
     """
 
     path: str

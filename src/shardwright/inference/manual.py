@@ -14,7 +14,11 @@ from shardwright.inference.step import ArrayFacts, InferenceStep
 
 
 def shard_map(step: InferenceStep) -> list[ArrayFacts]:
-    """Walk the body with local dims. The results have the factor of their shards in front again."""
+    """Walk the body with local dims.
+
+    In the results, a sharded dim is two factors: first the number of its shards, then the local
+    dim.
+    """
     parameters = step.parameters
     manual = _jax.newly_manual_axes(parameters)
     sizes = {name: size for name, size in parameters["mesh"].shape.items() if name in manual}

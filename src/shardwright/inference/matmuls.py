@@ -133,7 +133,7 @@ def ragged_dot(step: InferenceStep) -> list[ArrayFacts]:
 
 
 def convolution(step: InferenceStep) -> list[ArrayFacts]:
-    """Align batch and channels, and record the window dims of the kernel. They are replicated.
+    """Align batch and channels, and record the window dims of the kernel, which are replicated.
 
     In a grouped convolution, the kernel has the input channels of one group. These channels are
     replicated too.

@@ -154,7 +154,10 @@ def windowed(step: InferenceStep, dim: AtomDim, size: int) -> AtomDim:
 
 
 def concatenate(step: InferenceStep) -> list[ArrayFacts]:
-    """Align the dims that are not joined. Slices of one dim that are joined again are that dim."""
+    """Align the dims that are not joined.
+
+    If all slices of a dim are joined, the result is that dim.
+    """
     axis, size = step.parameters["dimension"], step.shapes[0][step.parameters["dimension"]]
     known = correspondence(step.equation)
     assert known is not None

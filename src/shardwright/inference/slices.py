@@ -72,14 +72,15 @@ def _name_whole(names: Names, slices: Sequence[DimSlice]) -> None:
         return
     (tail,) = tails
     lead = HEAD if len(leads) > 1 else leads.pop()
-    # A dim of several EMBED parts may not be EMBED itself: the parts may be scales and shifts of a
-    # normalization. So its name is a guess.
+    # If the parts are EMBED, the name of the whole dim is a guess, because the parts may be scales
+    # and shifts of a normalization.
     guess = lead == EMBED or any(
         part.guess for dim_slice in covering for part in finest(dim_slice.dim)
     )
     why = Evidence(f"{len(covering)} parts that have this name", first.location)
     rest: list[Atom] = [atom]
-    # The first factor has the heads of all parts together. Every part has the other factors.
+    # The first factor has the heads of all parts together. The other factors are equal in all
+    # parts.
     for size in (sum(part[0][1] for part in factors), *(size for _, size in tail[:-1])):
         last = rest.pop()
         if tail and last.size != size:

@@ -40,9 +40,10 @@ class Placement:
       mesh: The manager's mesh, with the axis types of the ambient mesh where that is possible.
       ambient: Whether a mesh is ambient, which a bare spec requires.
       sharding: Argument of the constraint over Auto mesh axes: a `NamedSharding` on the manager's
-        mesh if JAX allows it, else a bare spec. JAX refuses a bare spec in an eager `grad` or
-        `vmap` of an array that was created before the mesh became ambient. JAX refuses a sharding
-        on the whole mesh inside `shard_map`, and if the mesh also has Explicit axes.
+        mesh if JAX allows it, else a bare spec (a `PartitionSpec` without a mesh). JAX refuses a
+        bare spec in an eager `grad` or `vmap` of an array that was created before the mesh became
+        ambient. JAX refuses a sharding on the whole mesh inside `shard_map`, and if the mesh also
+        has Explicit axes.
       plain: Whether a trace needs only the constraint over Auto mesh axes.
     """
 
@@ -173,7 +174,7 @@ def check_kept(x: Any, *, path: str = "") -> None:
     what = (
         f"values of {kind} do not fit {half}, which JAX casts them to while jax_enable_x64 is off"
     )
-    fix = 'jax.config.update("jax_enable_x64", True), or cast it yourself'
+    fix = 'jax.config.update("jax_enable_x64", True), or cast the values yourself'
     raise StrategyError(what, path=path, fix=fix)
 
 
@@ -191,8 +192,8 @@ def _fits(x: Any, half: np.dtype[Any]) -> bool:
         limits = np.iinfo(half)
         return int(np.min(x)) >= limits.min and int(np.max(x)) <= limits.max
     for part in (np.real(x), np.imag(x)) if half.kind == "c" else (x,):
-        # These are two passes without a copy. Copy the finite values only if one is not finite.
-        # `fmin` and `fmax` skip NaNs, so a NaN does not hide a number that is too large.
+        # `fmin` and `fmax` make no copy, and skip NaNs, so a NaN does not hide a number that is too
+        # large. Copy the finite values only if the minimum or the maximum is not finite.
         ends = [np.fmin.reduce(part, axis=None), np.fmax.reduce(part, axis=None)]
         if not np.isfinite(ends).all():
             finite = np.asarray(part)[np.isfinite(part)]

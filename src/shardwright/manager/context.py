@@ -27,8 +27,8 @@ from shardwright.errors import NoManagerError
 from shardwright.resolution.recent import Recent
 
 # Values of a thread that are part of JAX's cache keys. `with RULES(value):` sets one, and
-# `RULES.value` reads it; None outside. All are created at import: a later context would add an
-# entry to the keys of programs that are already cached, and JAX would trace them again.
+# `RULES.value` reads it; it is None outside. All are created at import: each new user-context adds
+# an entry to JAX's cache keys, so JAX would trace cached programs again.
 APART: Final = jax.make_user_context(default_value=None)  # a new object makes JAX trace again
 INPUTS: Final = jax.make_user_context(default_value=None)  # the inputs of a `pm.shard_map`
 SETTINGS: Final = jax.make_user_context(default_value=None)  # settings of a bridge for its modules

@@ -194,7 +194,7 @@ class Manager:
             error.add_note(note)
 
     def _meet(self) -> None:
-        """Compare this manager with the other processes of its mesh, at its first entry.
+        """Compare this manager with those of the other processes of its mesh, at its first entry.
 
         Nothing happens in a trace. Only the first thread waits. If the comparison fails, the next
         entry compares again.
@@ -251,9 +251,10 @@ class Manager:
         return _built(type(self), rules, mesh, {**known, **fields})
 
     def answer(self, request: ShardingRequest, ambient: AbstractMesh | None = None) -> Resolution:
-        """Resolve a request, and let the effect record it, because the answer may change a trace.
+        """Resolve a request whose answer goes to Python code, and let the effect record it.
 
-        A spec that JAX cannot express on the mesh is a problem too.
+        Such a request leaves nothing in a trace. A plan has to know of it, because the code may
+        branch on the answer. A spec that JAX cannot express on the mesh is a problem too.
 
         Args:
           request: The request.

@@ -40,8 +40,8 @@ class Effect:
       gather: Function `(w, use, stored) -> w` that adds two decisions for a weight: for its use,
         and for the stored weight.
       token: Part of JAX's cache keys: managers share programs only if their tokens are equal.
-      record: Called with every request that adds nothing to the trace, because its answer may still
-        change the trace. None to record nothing.
+      record: Called with every request that adds nothing to the trace, because Python code may
+        branch on its answer. None to record nothing.
     """
 
     place: Callable[[Any, Decided], Any]

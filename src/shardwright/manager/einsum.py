@@ -170,10 +170,11 @@ def _place_result(matmul: _Contraction, placement: Placement, *operands: Any) ->
 def _before_scatter(
     matmul: _Contraction, operands: tuple[Any, ...], spec: PartitionSpec
 ) -> PartitionSpec:
-    """Return the spec of a matmul with a reduced weight, before its sum is scattered.
+    """Return the spec with which a matmul is called, before the result gets `spec`.
 
-    JAX refuses a cotangent whose tokens are sharded over a mesh axis that the weight is contracted
-    over, such as tp if it shards LENGTH too. So the sum first stays unreduced.
+    The two specs differ if JAX marks the weight as reduced. JAX then refuses a cotangent whose
+    tokens are sharded over a mesh axis that the weight is contracted over, such as tp if it shards
+    LENGTH too. So the sum first stays unreduced over such mesh axes.
     """
     weight = jax.typeof(operands[-1]).sharding.spec
     if not weight.reduced or matmul.function is not jax.lax.dot_general:

@@ -239,7 +239,7 @@ class PartitionManager(Manager):
         Raises:
           ShardingError: The annotation does not fit the weight, the rules or the mesh.
           StrategyError: `path` is None, and a `[[tensors]]` entry names an axis of the weight.
-          ShapeRequiredError: Inside `shard_map`, it is unknown which shard of the weight `w` is.
+          ShapeRequiredError: Inside `shard_map`, the global shape of `w` is unknown or ambiguous.
           ManualAxisError: Inside `shard_map`, `w` is not split over the mesh axes of its use.
         """
         return weights.gather(self, w, axes, path=path, mode=mode, shape=shape)
@@ -348,8 +348,8 @@ class PartitionManager(Manager):
         The arguments are those of `shardings`.
 
         Raises:
-          IndivisibleError: A symbolic size of `jax.export` may not divide, so JAX refuses the
-            sharding for an input.
+          IndivisibleError: It is unknown whether a symbolic size of `jax.export` divides, so JAX
+            refuses the sharding for an input.
           ShardingError: See `shardings`.
         """
         return trees.abstract(self, values, annotations, mode=mode, role=role)

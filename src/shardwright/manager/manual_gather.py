@@ -81,9 +81,9 @@ class ManualGather:
         if not self.gathers:
             return w
         spec = self.between.spec
-        # Gather in a `shard_map` over the other mesh axes. Otherwise, if these are Auto, XLA
-        # gathers the value over them first; if they are Explicit, JAX cannot transpose the
-        # all-gather.
+        # Call the all-gathers in a `shard_map` over the mesh axes that are not Manual. Otherwise,
+        # if these are Auto, XLA gathers the value over them first; if they are Explicit, JAX cannot
+        # transpose the all-gather.
         nested = _jax.call_shard_map(
             self._all_gather,
             mesh=None,

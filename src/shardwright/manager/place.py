@@ -196,7 +196,7 @@ def global_array(
     if global_shape is None:
         global_shape = constraint.global_shape(sharding, local.shape)
     shape = tuple(global_shape)
-    # Without `global_shape=`, the sizes become known only here, and may not divide.
+    # Without `global_shape=`, the sizes become known only here. Check that they divide.
     manager.answer(ShardingRequest(annotation, shape, mode)).require()
     if group is not None:
         # `make_array_from_process_local_data` does not compare the copies of a shard. Copies that

@@ -57,7 +57,7 @@ class _ResolvedInputs:
     Attributes:
       mesh_axes: Mesh axes of each dim, by the axes of the dim.
       owners: Path of the first array that has a dim with these axes.
-      dims: Lowered dims of each array.
+      dims: The annotation of each array as `Dim`s (see `vocabulary.lowering`).
       problems: Problems of all arrays.
     """
 
@@ -162,9 +162,8 @@ class SemanticShardMap:
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], Mesh | AbstractMesh | None]:
         """Return the placed arguments, their specs, and the mesh for `shard_map`.
 
-        The mesh is None if `shard_map` takes the ambient mesh.
-
-        If the ambient mesh has Manual axes, `shard_map` accepts no other mesh.
+        The mesh is None if the ambient mesh has Manual axes: `shard_map` then accepts no other
+        mesh than the ambient one.
         """
         ambient = _jax.ambient_mesh()
         manual = self.manual_axes(ambient)
@@ -317,7 +316,7 @@ class SemanticShardMap:
         return canonical_spec(entries)
 
     def _literal(self, position: int, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Check the mesh axes of an entry of a literal spec, and return them."""
+        """Check the mesh axes of an entry of a literal `PartitionSpec`, and return them."""
         for name in names:
             if name == UNCONSTRAINED:
                 what, fix = "UNCONSTRAINED leaves this dim to the compiler", "write None"
@@ -373,7 +372,7 @@ def inputs_of(
     """Return the inputs of a `shard_map` as `gather` reads them. Call it inside the `shard_map`.
 
     Args:
-      dims: Lowered dims of each input.
+      dims: The annotation of each input as `Dim`s.
       values: The inputs, as the function receives them.
       specs: Spec of each input.
     """
@@ -389,7 +388,7 @@ def _inputs(dims: tuple[Dim, ...], shape: tuple[int, ...], spec: PartitionSpec) 
     """Return an input as the function receives it and, for stacked layers, one layer of it."""
     entries = (*spec.partitions, *[None] * len(shape))[: len(shape)]
     whole = Input(dims=dims, shape=shape, split=tuple(map(entry_names, entries)))
-    # The dim of the layers may be LAYERS, EMPTY (no axes), or an entry of a literal spec.
+    # The dim of the layers may be LAYERS, EMPTY (no axes), or an entry of a `PartitionSpec`.
     if (
         not shape
         or whole.split[0]
@@ -404,7 +403,7 @@ def _inputs(dims: tuple[Dim, ...], shape: tuple[int, ...], spec: PartitionSpec) 
 class _AnnotatedOutput:
     """The annotation of an output, wrapped as a leaf.
 
-    JAX treats a tuple of axes as a node.
+    JAX would treat a bare tuple of axes as a node of the tree.
     """
 
     annotation: Any

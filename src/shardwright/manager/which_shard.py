@@ -1,4 +1,4 @@
-"""Determine which shard of a weight a value inside `shard_map` is.
+"""Inside `shard_map`, a value may be a shard of a weight: determine which one.
 
 The sharding of a weight depends on its global shape, but inside `shard_map` the value has only a
 local shape. So the global shape is determined first, from one of these:
@@ -48,7 +48,7 @@ class Input:
     """An input of `pm.shard_map`, as the function receives it.
 
     Attributes:
-      dims: Lowered dims of the input's annotation.
+      dims: The input's annotation as `Dim`s (see `vocabulary.lowering`).
       shape: Local shape.
       split: Manual mesh axes that split each dim.
     """
@@ -77,7 +77,7 @@ class Weight:
 
     Attributes:
       resolve: Function of a role and a global shape that returns the resolution.
-      dims: Lowered dims of the annotation.
+      dims: The annotation as `Dim`s, one per dim of the value.
       local: Shape of the value.
       shape: Global shape if the caller passed it, else None.
       varying: Manual mesh axes that the value varies over, or None if JAX does not track them.
@@ -125,7 +125,7 @@ def find_split(weight: Weight, inputs: Inputs | None) -> Split:
       ShapeRequiredError: Neither `shape=`, nor the value, nor the inputs of `pm.shard_map`
         determine the split.
       RankMismatchError: The value is not a shard of a weight of the shape `shape=`.
-      ManualAxisError: An input is split over mesh axes that do not store the weight.
+      ManualAxisError: An input is split over mesh axes that do not shard the stored weight.
       ShardingError: The global shape of the weight does not resolve.
     """
     if weight.shape is not None:
@@ -223,7 +223,7 @@ def _split_of_input(
 def _candidates(weight: Weight, inputs: Inputs | None) -> list[Input]:
     """Return the inputs that the value could be: they have its shape, and axes that fit the weight.
 
-    A dim that is annotated `EMPTY`, or with an entry of a literal spec, fits any axis.
+    A dim that is annotated `EMPTY`, or with an entry of a `PartitionSpec`, fits any axis.
     """
     return [
         leaf
@@ -244,10 +244,10 @@ def _current_inputs(inputs: Inputs | None) -> tuple[Input, ...]:
 
 
 def _split_if_gathered(weight: Weight, inputs: Inputs | None) -> Split | None:
-    """If the value has the shape that an input has after `gather`, return its split, else None.
+    """Return the split of the value if it has the shape of an input after `gather`, else None.
 
-    A gathered value varies over the same mesh axes as its shard, so the axes that JAX tracks do not
-    distinguish the two.
+    A gathered value varies over the same mesh axes as its shard did, so the varying axes do not
+    tell whether the value is gathered.
     """
     names = [_axes_of(dim) for dim in weight.dims]
     leaves = _current_inputs(inputs)
@@ -351,7 +351,7 @@ def _not_a_shard(
         ways = " or ".join("+".join(axes) for axes in fits)
         what = f"local size {local} of {decision.size} is a shard over {ways}"
         fix = (
-            "pass the weight to shard_map with a spec over all mesh axes that store it, "
+            "pass the weight to shard_map with a spec over all mesh axes of its stored sharding, "
             "or use check_vma=True"
         )
     else:

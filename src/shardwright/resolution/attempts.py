@@ -37,8 +37,8 @@ class Attempts:
       skipped: Mesh axes and candidates that were skipped.
       failure: The first candidate that did not fit, or None.
       tried_axes: Mesh axes of every candidate that was tried.
-      dropped_missing: Whether a candidate names an absent mesh axis, so that the policy replicates
-        the dim.
+      dropped_missing: Whether `policy.missing` replicates the dim, because a candidate names an
+        absent mesh axis.
     """
 
     chosen: tuple[str, ...] | None = None
@@ -56,8 +56,8 @@ class PendingDecision:
       dim: Position.
       label: The dim's axes as messages show them.
       size: Number of elements, or None if no shape is given.
-      judged_as: For a merged dim, the member whose size must divide.
-      literal: Whether the dim is an entry of a literal spec.
+      judged_as: For a merged dim, which flattens several axes, the axis whose size must divide.
+      literal: Whether the dim is annotated by the entry of a `PartitionSpec`.
       rule: The rule that applies, or None if it is not known yet.
       skipped: Mesh axes and candidates that were skipped.
     """
@@ -72,7 +72,7 @@ class PendingDecision:
 
     @property
     def named(self) -> str:
-        """The dim's axes in a message, or empty for an entry of a literal spec."""
+        """The dim's axes in a message, or empty for an entry of a `PartitionSpec`."""
         return "" if self.literal else self.label
 
     def decided(

@@ -34,8 +34,8 @@ class TriedCandidate:
         under `order = "rules"`.
       skipped: Records of what was skipped before this candidate: mesh axes, and candidates without
         any mesh axis left.
-      misses_axis: Whether the candidate names a mesh axis that the mesh does not have, so that the
-        policy replicates the dim.
+      misses_axis: Whether `policy.missing` replicates the dim, because the candidate names a mesh
+        axis that the mesh does not have.
       parts: For a composite, the mesh axes that each member adds to `live`.
     """
 
@@ -74,8 +74,8 @@ def reduced(
     )
 
 
-# The caller has checked that the mesh has this axis, so the result does not depend on the mesh, and
-# all rules and meshes share these values.
+# `written` is a single mesh axis, and the caller has checked that the mesh has enough devices along
+# it. So the result does not depend on the mesh, and all rules and meshes share one cache.
 @functools.lru_cache(maxsize=1024)
 def _single(written: tuple[str, ...]) -> TriedCandidate:
     return TriedCandidate(written=written, live=written)
@@ -143,7 +143,7 @@ class Composite:
     def with_fallback(
         self, parts: Sequence[tuple[str, ...]], fits: Callable[[tuple[str, ...]], bool]
     ) -> str:
-        """Return the text of members' rules with a fallback, so that a failed candidate would fit.
+        """Return rules of members as text, with a fallback added so that the dim would fit.
 
         A member with a fallback does not have to add a mesh axis. Try to change a single rule,
         starting with the last member. If no single change is enough, return all rules that can be

@@ -3,8 +3,8 @@ project.
 
 Dims are decided from left to right. (For `policy.order = "rules"` see `rule_order`.)
 
-1. Find the rule of the dim's axis, by mode, role and path (`rule_for`). A composite has the rules
-   of its members.
+1. Find the rule of the dim's axis, by mode, role and path (`rule_for`). A composite, which is a dim
+   over several axes, has the rules of all of them.
 2. Take the first candidate whose mesh axes are free and whose shard count divides the dim
    (`attempt`).
 3. If none fits, apply the rule's own fallback, then the policy (`fall_back`).
@@ -104,8 +104,8 @@ class Decider:
                 return self.without_rule(pending)
             decision = self._choose(pending, rule, size)
         # JAX refuses a spec that names a mesh axis twice (`DuplicateSpecError`), so a mesh axis
-        # that shards this dim is not available to later dims. The entry of a literal spec takes its
-        # axes too.
+        # that shards this dim is not available to later dims. This also holds for the mesh axes of
+        # a literal `PartitionSpec`.
         for axis in decision.mesh_axes:
             self.taken[axis] = (position, pending.named)
         return decision
@@ -158,8 +158,9 @@ class Decider:
         size = pending.size
         if dim.merged:
             pending.judged_as = axis_label(dim.axes[0])
-            # A merged dim is sharded over its first member only. If the size of that member
-            # divides, each shard has whole blocks of the other members, such as whole heads.
+            # A merged dim flattens several axes, such as heads and head dims. It is sharded over
+            # its first member only. If the size of that member divides, each shard has whole blocks
+            # of the other members, such as whole heads.
             size = dim.merged[0][1]
         # Only a `PartitionAxis` sets `of_one`: in decode, a LENGTH of size 1 has the rule of
         # QUERY_LENGTH.
@@ -168,7 +169,8 @@ class Decider:
         return rule, size
 
     def _is_one(self, size: int | None, rule: Rule) -> bool:
-        """Tell whether the global size of a dim is known to be 1. The local size does not tell."""
+        """Tell whether the global size of a dim is known to be 1."""
+        # If the rule has a Manual mesh axis, the size may be local, and the global size larger.
         if size is None or _jax.is_symbolic(size) or not self.manual.isdisjoint(rule.mesh_axes):
             return False
         return size == 1
@@ -181,7 +183,7 @@ class Decider:
         return pending.decided(Outcome.FAILED if failed else Outcome.NO_RULE)
 
     def _literal(self, pending: PendingDecision, names: tuple[str, ...]) -> DimDecision:
-        """Decide an entry of a literal spec like the candidate of a rule.
+        """Decide a dim that a `PartitionSpec` annotates, as if its entry were a rule's candidate.
 
         A mesh axis that the mesh does not have is an error, except under `missing = "replicate"`.
         """
@@ -195,7 +197,7 @@ class Decider:
         known = {*self.sizes, Fallback.UNCONSTRAINED.value}
         absent = next((name for name in names if name not in known), None)
         # A rule serves many meshes, so a mesh axis that one of them lacks is skipped. A literal
-        # spec is written for one mesh, so an absent name is a typing error or a logical name of
+        # spec is written for one mesh, so an absent name is misspelled, or is a logical name of
         # flax.
         if absent is not None and self.rules.policy.missing is Missing.SKIP:
             what = f"mesh axis {absent!r} is not in the mesh"
@@ -334,8 +336,8 @@ class Decider:
                     attempts.failure = failure
                     return attempts
             elif size is None:
-                # Assume that the first free candidate divides. `needs_shape` refuses the dim if the
-                # size could lead to another answer.
+                # Assume that the size divides over the first free candidate. `needs_shape` refuses
+                # the dim if the size could lead to another answer.
                 attempts.chosen = attempts.chosen or live
                 if self.rules.policy.conflict is Conflict.NEXT:
                     return attempts
@@ -385,8 +387,8 @@ class Decider:
         # Under these policies a size that does not divide gives another spec, and not an error.
         if attempts.tried_axes and policy.indivisible is not Indivisible.ERROR:
             return True
-        # A single candidate without a fallback has one answer: the candidate divides, or an error
-        # is raised.
+        # A single candidate without a fallback has one answer: the size divides over it, or an
+        # error is raised.
         answers = {*attempts.tried_axes, *([(rule.fallback.value,)] if rule.fallback else [])}
         # Under `conflict = "next"` the size never selects a candidate.
         return len(answers) > 1 and policy.conflict is not Conflict.NEXT

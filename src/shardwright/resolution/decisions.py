@@ -213,8 +213,8 @@ class DimDecision:
             Outcome.POLICY_MISSING: 'policy missing = "replicate"',
             Outcome.FAILED: "failed",
         }[self.outcome]
-        # Before a skip with the reason EMPTY come the skips of all mesh axes of its candidate.
-        # These skips already give the reason.
+        # A skip with the reason EMPTY follows one skip for each mesh axis of its candidate. These
+        # skips already give the reason.
         skips = dict.fromkeys(str(skip) for skip in self.skipped if skip.reason is not Reason.EMPTY)
         parts = [*skips, *([outcome] if outcome else [])]
         for policy, added in (("largest_dim", self.largest_dim), ("zero1", self.zero1)):
@@ -290,8 +290,8 @@ class Resolution:
         """Return the spec.
 
         Raises:
-          ShardingError: There are problems. The error has all of them, and the first problem
-            decides its class.
+          ShardingError: There are problems. The error has all of them, and its class is that of
+            the first problem.
         """
         raise_problems(self.problems, resolution=self)
         assert self.spec is not None

@@ -1,9 +1,9 @@
 """Shard a weight or its state over mesh axes that its rules leave free.
 
 `[policy] largest_dim` adds mesh axes to stored weights, and `zero1` adds some to optimizer state.
-Both policies try candidates in order, and give the free mesh axes of the first candidate that fits
-to one dim. The policies differ in which dims may take these mesh axes. Whether a size divides is
-decided in `decide`: the resolver passes in its method `Decider.fits`.
+Both policies try candidates in order, and one dim gets the free mesh axes of the first candidate
+that fits. The policies differ in which dims may get these mesh axes. Whether a size divides is
+decided in `decide`: the resolver passes the method `Decider.fits` to this module.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StoredDims:
     """The array that gets mesh axes.
 
     Attributes:
-      dims: Lowered dims.
+      dims: The dims of its annotation.
       sizes: Size of each mesh axis.
       fits: Tells whether a size divides over mesh axes.
       path: Path of the array, or None.
@@ -101,10 +101,10 @@ def add_zero1(param: Derived, rule: Rule | None, array: StoredDims) -> Derived:
 def add_largest_dim(weight: Derived, policy: Policy, array: StoredDims) -> Derived:
     """Shard a weight over mesh axes that its rules do not use, along its largest free dim.
 
-    A dim is free if its rule gives it no mesh axis. LAYERS, dims annotated `EMPTY`, and entries of
-    a literal spec are never sharded. A weight keeps its decisions if it has fewer than
-    `policy.largest_dim_min_size` elements. In a stack, the elements of one layer count. A weight
-    also keeps its decisions if no candidate fits and the rule ends in `-`.
+    A dim is free if its rule gives it no mesh axis. LAYERS, dims annotated `EMPTY`, and dims of a
+    literal `PartitionSpec` are never sharded. A weight keeps its decisions if it has fewer than
+    `policy.largest_dim_min_size` elements. For a stack, only the elements of one layer are counted.
+    A weight also keeps its decisions if no candidate fits and the rule ends in `-`.
 
     Args:
       weight: Decisions of the weight by its rules.
@@ -153,7 +153,7 @@ def policy_notes(resolution: Resolution, rule: Rule) -> list[str]:
 def _added(
     policy: _Addition, found: Derived, rule: Rule, able: Sequence[DimDecision], array: StoredDims
 ) -> Derived:
-    """Give the free mesh axes of the first candidate that fits to one of the dims `able`.
+    """Shard one of the dims `able` over the free mesh axes of the first candidate that fits.
 
     Args:
       policy: The policy.

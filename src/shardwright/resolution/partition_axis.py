@@ -194,7 +194,7 @@ class PartitionAxis(Attributes):
           policy: What to do if a rule cannot be applied. Defaults to raising errors.
 
         Raises:
-          StrategyError: A value is not a rule. The error lists all of them.
+          StrategyError: A value is not a rule. The error lists all such values.
         """
         problems: list[Problem] = []
         values = {name: self._value(name) for name in _AXES}

@@ -1,6 +1,7 @@
 """Derive the decisions of a part of a weight, such as its scales, from those of the weight.
 
-Whether a size divides is decided in `decide`: the resolver passes in its method `Decider.fits`.
+Whether a size divides is decided in `decide`: the resolver passes the method `Decider.fits` to this
+module.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def take_part(
 
     Args:
       whole: Resolution of the whole array.
-      part: Which dims of the whole the part follows.
+      part: For each dim of the part, the dim of the whole array that it follows.
       shape: Shape of the part, or None if unknown.
       path: Path of the part, for messages.
       fits: Tells whether a size divides over mesh axes.

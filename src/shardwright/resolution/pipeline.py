@@ -127,7 +127,7 @@ def _layers_of(stage: int, chunk: int, size: int, repeats: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """The work of a stage in a tick.
+    """The work of a stage in a tick, which is a step that all stages run at the same time.
 
     Attributes:
       forward: Index of the microbatch whose forward pass it runs, or None.
@@ -148,8 +148,8 @@ def schedule_table(pipeline: Pipeline, stages: int) -> ScheduleTable:
     """Return the work of each stage in each tick of a training step.
 
     With m microbatches, R repeats and S stages, gpipe and circular run m R + S - 1 ticks forward,
-    and the same ticks backward in reverse. 1f1b runs m + 2 S - 2 ticks: the last stage runs a
-    microbatch backward in the tick in which it has run it forward.
+    then as many ticks backward, in reverse order. 1f1b runs m + 2 S - 2 ticks: the last stage runs
+    the forward and the backward pass of a microbatch in the same tick.
 
     Args:
       pipeline: `[pipeline]` of a strategy whose schedule is not "none".
@@ -192,7 +192,7 @@ def most_inputs(table: ScheduleTable) -> tuple[int, ...]:
 
 
 def bubble(table: ScheduleTable) -> float:
-    """Return the share of the time of the stages in which they wait for other stages.
+    """Return the share of their time that stages spend waiting for other stages.
 
     A tick has a forward and a backward pass. A pass that no stage runs takes no time.
     """

@@ -39,7 +39,7 @@ def decision_rule(resolution: Resolution, decision: DimDecision) -> str:
 
 
 def suggest_for_missing_size(problems: Iterable[Problem], fix: str) -> list[Problem]:
-    """Return the problems. Those that a missing size causes get `fix` in place of their own."""
+    """Return the problems, with `fix` as the fix of each problem that a missing size causes."""
     return [
         dataclasses.replace(problem, fix=fix) if problem.error is ShapeRequiredError else problem
         for problem in problems

@@ -67,8 +67,8 @@ class ShardingRequest(NamedTuple):
         annotation = as_annotation(annotation)
         shape = None if shape is None else as_shape(shape)
         if isinstance(annotation, ArraySpec):
-            # `lower` raises an error if the shape of the call is not that of the spec. Below, the
-            # spec's shape replaces it.
+            # `lower` raises an error if the shape of the call is not that of the spec. If the call
+            # has no shape, the request gets the shape of the spec.
             lower(annotation, shape)
             role = Role.PARAM if role is None else role
             annotation, shape = annotation.axes, annotation.shape
@@ -77,12 +77,15 @@ class ShardingRequest(NamedTuple):
         return ShardingRequest(annotation, shape, mode, role, path, frozenset(manual), mode_from)
 
     def lowered(self, rules: AxisRules) -> tuple[Lowered, tuple[str, ...]]:
-        """Return the annotation lowered for the request's shape, and notes if it was fitted."""
+        """Return the annotation as `Dim`s for the request's shape, and a note if it was fitted.
+
+        See `vocabulary.lowering` and `Rank.FIT`.
+        """
         shape = None if self.shape is None else tuple(self.shape)
         return _lower_fitted(self.annotation, shape, rules)
 
     def dims(self, rules: AxisRules) -> tuple[Dim, ...]:
-        """Return the lowered dims of the annotation for the request's shape."""
+        """Return the annotation as `Dim`s, one per dim of the request's shape."""
         return self.lowered(rules)[0].dims
 
 
@@ -106,9 +109,9 @@ def as_role(role: object) -> Role:
 def _lower_fitted(
     annotation: Any, shape: tuple[int, ...] | None, rules: AxisRules
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """Lower an annotation.
+    """Lower an annotation to dims.
 
-    Under `rank = "fit"`, cut or pad its dims to the array's rank, with a note.
+    Under `rank = "fit"`, cut or pad the dims to the array's rank, and return a note that says so.
     """
     try:
         return lower(annotation, shape), ()

@@ -70,7 +70,7 @@ def resolve(
 
     Raises:
       ShardingError: The annotation does not resolve. The error has all `problems` and the
-        `resolution`. The first problem decides its class.
+        `resolution`. Its class is that of the first problem.
     """
     resolution = explain(
         axes, rules, mesh_shape, mode=mode, role=role, shape=shape, path=path, manual=manual
@@ -179,8 +179,8 @@ def _explain(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes) -> Re
         )
         derived = Derived(decisions=tuple(decisions), problems=tuple(decider.problems), notes=notes)
         derived = derived if role is Role.ACTIVATION else _as_weight(derived, decider, array)
-    # zero1 sees the decisions of the parameter before Manual mesh axes are marked, since it adds to
-    # the mesh axes that shard the stored parameter.
+    # Apply zero1 before Manual mesh axes are marked, because zero1 adds mesh axes, and these may be
+    # Manual too.
     if role is Role.STATE:
         derived = add_zero1(derived, rules.policy.zero1, array)
     unreduced = None
@@ -213,8 +213,8 @@ def _decide_sum(derived: Derived, decider: Decider, dim: Dim) -> tuple[Derived, 
 
     The sum stays unreduced over the mesh axes of this dim.
     """
-    # JAX refuses a mesh axis that shards a dim and over which the array is unreduced. A mesh axis
-    # over which a weight is gathered is free again.
+    # JAX refuses a spec in which one mesh axis both shards a dim and is unreduced. A mesh axis over
+    # which a weight is gathered shards no dim any more, so leave it out.
     decider.taken = {
         axis: (decision.dim, decision.label)
         for decision in derived.decisions
@@ -238,8 +238,9 @@ def _as_weight(derived: Derived, decider: Decider, array: StoredDims) -> Derived
     derived = add_largest_dim(derived, decider.rules.policy, array)
     if decider.role is not Role.USE:
         return derived
-    # Gather last: a gathered mesh axis is not available to later dims. So the spec in use is the
-    # stored spec without some mesh axes, and gathering moves nothing else.
+    # Remove gathered mesh axes only after all dims are decided. Otherwise a later dim could take
+    # one. So the spec in use is the stored spec without some mesh axes, and gathering moves nothing
+    # else.
     pairs = zip(derived.decisions, array.dims, strict=True)
     return dataclasses.replace(
         derived, decisions=tuple(decider.gathered(decision, dim) for decision, dim in pairs)

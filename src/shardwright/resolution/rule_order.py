@@ -1,7 +1,7 @@
 """Decide the dims of a request in the order of the rules: `policy.order = "rules"`.
 
-A dim is not decided at once. Instead, the candidates of all dims are sorted by rank, and each is
-tried once. The ranks are:
+The candidates of one dim are not tried one right after another. Instead, the candidates of all dims
+are sorted by rank, and each is tried once. The ranks are:
 
 1. Candidates of `[[tensors]]` entries, by entry and line.
 2. Candidates of the tables, in the order in which tables are looked up, then by place in the table.
@@ -138,8 +138,8 @@ def _ranks(decider: Decider, position: int, dim: Dim, entry: _Open) -> Sequence[
         ranks_of(decider.rules, axis, mode=decider.mode, role=decider.role, path=decider.path)
         for axis in axes
     ]
-    # The ranks are those of the stated rule. Use them only if `entry.rule` has as many candidates.
-    # If it is the rule for a dim of size 1 (`Rule.of_one`), it may have another number.
+    # The ranks are those of the stated rule. Use them only if `entry.rule` has the same number of
+    # candidates. The rule for a dim of size 1 (`Rule.of_one`) may have another number.
     if not isinstance(entry.rule, Composite) and len(ranks[0]) == len(entry.candidates):
         return ranks[0]
     lowest = min((rank for member in ranks for rank in member), default=(DEFAULT, 0, 0))

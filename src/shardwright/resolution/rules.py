@@ -183,7 +183,7 @@ class Policy:
       largest_dim: Candidates of mesh axes, or None. The first candidate that fits shards a stored
         weight along its largest free dim that divides.
       largest_dim_min_size: `largest_dim` does not change a weight that has fewer elements than
-        this. In a stack of weights, the elements of one layer count.
+        this. For a stack of weights, only the elements of one layer are counted.
       zero1: Candidates of mesh axes that shard optimizer state in addition to its parameter, or
         None.
       idle: Mesh axes that no rule names, on purpose: everything is replicated over them.
@@ -349,7 +349,7 @@ class SavedActivations:
     """Where rematerialization keeps the values that it saves for the backward pass.
 
     Attributes:
-      memory: Device or host, for values that `names` does not have.
+      memory: Device or host, for values whose name is not in `names`.
       names: Pairs of a name of `checkpoint_name` and the memory of its values, sorted.
       ref: A line that puts values on the host, or None.
     """
@@ -663,7 +663,7 @@ def _rank_orders(
         for name in names:
             table = tables.get(name, {})
             axes = [axis for axis, rule in table.items() for _ in rule.candidates or [None]]
-            # If an earlier table states an axis, its rules in later tables are not read.
+            # If an earlier table has an axis, the rules of this axis in later tables are not read.
             order += [axis for axis in written.get(name, axes) if axis not in known]
             known.update(table)
         return tuple(order)

@@ -126,7 +126,7 @@ def axes_meant(name: str, labels: Iterable[str]) -> list[str]:
 
 
 def missing_entry_fix(name: str, sizes: Iterable[str]) -> str:
-    """Return how to fix an entry of a literal spec that is not a mesh axis.
+    """Return how to fix an entry of a literal `PartitionSpec` that is not a mesh axis.
 
     The entry is misspelled, or is a logical name of flax.
     """

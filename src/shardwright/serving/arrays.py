@@ -50,7 +50,7 @@ ON_DEVICE: Final = -1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceState:
-    """A sequence in a call.
+    """A sequence in a call. A call is in flight until the host has fetched its results.
 
     Attributes:
       slot: Its slot.
@@ -207,8 +207,8 @@ class Arrays(abc.ABC):
         Numbers that only the host knows are arguments.
 
         Args:
-          slot_lengths: Tokens of each slot in the records of the host.
-          free_pages: Pages that no request uses in the records of the host.
+          slot_lengths: Number of tokens of each slot, according to the records of the host.
+          free_pages: Number of pages that, according to these records, no request uses.
         """
 
     @abc.abstractmethod
@@ -265,7 +265,7 @@ class Arrays(abc.ABC):
             raise ServingError(
                 "the model does not use valid, so padding would be written to its caches",
                 path="model",
-                fix="pass valid on: append_and_attend(..., valid=valid)",
+                fix="pass valid to attention: append_and_attend(..., valid=valid)",
             )
         return int(logits.shape[2])
 

@@ -20,8 +20,8 @@ class Calls:
     """The calls since the last step. With a single process, nothing is recorded or compared.
 
     If calls are compared, cancels and failed callbacks take effect only in the next step. If they
-    took effect at once, the processes could run different programs in the rest of this step, and
-    wait for each other.
+    took effect immediately, the processes could run different programs in the rest of this step,
+    and wait for each other.
 
     Args:
       manager: The manager of the engine.

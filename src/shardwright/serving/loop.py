@@ -341,7 +341,8 @@ class Loop:
                 meaning = Refusal(int(codes[move.row])).meaning
                 error = ServingError(
                     f"slot {move.slot} refused the prompt: {meaning}",
-                    fix="let the model pass valid= on, so that no padding is written to a slot",
+                    fix="in the model, pass the argument valid to append_and_attend, so that no "
+                    "padding is written to a slot",
                 )
                 self.scheduler.end(move.job, Finish.FAILED, error)
 
@@ -498,7 +499,7 @@ class Loop:
             self.scheduler.clean(rows=numbers)
         else:
             self.scheduler.clean(slots=numbers)
-            # The new pages are empty, so the tree of prefixes no longer matches any of them.
+            # The tree of prefixes describes the old pages, and the new pages are empty.
             self.scheduler.space.forget()
 
     def _check_weights(self, cause: BaseException) -> None:
@@ -534,6 +535,6 @@ _ERRORS = {
     ),
     MISCOUNTED: (
         "the caches did not grow by the number of tokens that were read",
-        "pass valid= on to append_and_attend, and return done.cache",
+        "in the model, pass the argument valid to append_and_attend, and return done.cache",
     ),
 }

@@ -35,7 +35,7 @@ class Report:
       prompt_tokens: Prompt tokens read.
       new_tokens: Tokens written.
       prefill_steps: Number of steps that read a chunk of the prefill batch.
-      decode_steps: Number of decode steps, each of all slots.
+      decode_steps: Number of decode steps. One step decodes all slots.
       shared_pages: Pages that requests share with earlier requests instead of computing them again.
       preempted: How often a request gave up its slot and pages to an older request.
       slots: Number of slots.

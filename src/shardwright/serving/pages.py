@@ -56,12 +56,12 @@ class Pages:
 
     @property
     def available(self) -> int:
-        """Pages that no request uses."""
+        """Number of pages that no request uses."""
         return len(self._free) + len(self.prefixes.unused)
 
     @property
     def used(self) -> int:
-        """Pages that requests use."""
+        """Number of pages that requests use."""
         return self.count - self.available
 
     def open(self) -> PageTable:

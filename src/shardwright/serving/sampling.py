@@ -210,7 +210,7 @@ def keep(chances: jax.Array, *, top_k: jax.Array, top_p: jax.Array) -> jax.Array
     """
     rank = jnp.arange(chances.size)
     # float32 may round a small top_p to 0, so the first token is always kept. For top_p = 1, all
-    # tokens are kept, even if the sum rounds up to 1 before the last token. Compare the sum of the
-    # tokens before each token, so that the token at which the sum reaches top_p is kept: nucleus
-    # sampling (https://arxiv.org/abs/1904.09751).
+    # tokens are kept, even if the sum rounds up to 1 before the last token. For each token, compare
+    # the sum of the probabilities before it, so that the token at which the sum reaches top_p is
+    # kept: nucleus sampling (https://arxiv.org/abs/1904.09751).
     return (rank < top_k) & ((rank == 0) | (top_p >= 1) | (jnp.cumsum(chances) - chances < top_p))

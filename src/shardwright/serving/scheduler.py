@@ -115,12 +115,15 @@ class Scheduler:
             for row, job in self.rows.items()
             if job.read < len(job.reading) and job.chunks_in_row >= self.limits.quantum
         ]
-        # The jobs that have had their rows for longest leave first.
+        # The jobs that have had their rows for the longest time leave first.
         long.sort(key=lambda pair: -pair[1].chunks_in_row)
         return [RowMove.of(job, row) for row, job in long[:wanted]]
 
     def park(self, jobs: Sequence[Job]) -> None:
-        """Record that jobs have left their rows. Their slots hold the read parts of the prompts."""
+        """Record that jobs have left their rows.
+
+        The slot of a job holds the part of its prompt that was already read.
+        """
         for job in jobs:
             self._leave_row(job)
             self.rowless.append(job)
@@ -132,7 +135,10 @@ class Scheduler:
         ]
 
     def take(self, moves: Sequence[RowMove]) -> None:
-        """Record that jobs got rows. The row of a job holds the read part of its prompt."""
+        """Record that jobs got rows.
+
+        The row of a job holds the part of its prompt that was already read.
+        """
         for move in moves:
             self.rowless.remove(move.job)
             move.job.row, move.job.chunks_in_row = move.row, 0

@@ -33,7 +33,7 @@ class SlotSpace:
 
     @property
     def free_pages(self) -> int:
-        """Pages that are not reserved."""
+        """Number of pages that are not reserved."""
         return (self._limits.pages or 0) - sum(self._reserved.values())
 
     def fits(self, job: Job, jobs: Iterable[Job]) -> bool:
@@ -102,7 +102,7 @@ class PageSpace:
 
     @property
     def free_pages(self) -> int:
-        """Pages that no job uses."""
+        """Number of pages that no job uses."""
         return self.pool.available
 
     def fits(self, job: Job, jobs: Iterable[Job]) -> bool:
@@ -144,7 +144,10 @@ class PageSpace:
         return self.pool.grow(self._tables[job.number], tokens)
 
     def wrote(self, job: Job, tokens: int) -> None:
-        """Share the full pages of a job with `tokens` tokens. Give back pages before the window."""
+        """Let other requests share the full pages of a job, and give back pages before the window.
+
+        `tokens` is the number of tokens of the job that were written.
+        """
         table = self._tables[job.number]
         if tokens // self.pool.size > table.shared:
             self.pool.offer(table, job.reading[:tokens])

@@ -77,7 +77,7 @@ class StepLock:
 
         Args:
           done: Whether to return.
-          whole: Whether to wait also until a step that another thread runs has ended. Such a step
+          whole: Whether to also wait for the end of a step that another thread runs. Such a step
             may still call callbacks, and an error of a callback changes the result of its request.
         """
         while whole or not done():

@@ -162,7 +162,7 @@ def move_weights(new: Any, old: Any, *, name: str, piece: int | str, donate: boo
     Args:
       new: Tree of JAX or NumPy arrays, on any mesh or none.
       old: The weights that are served now.
-      name: The argument that `new` was passed as.
+      name: Name of the argument that `new` was passed as, for messages.
       piece: As in `pm.reshard`.
       donate: As in `pm.reshard`.
 

@@ -153,7 +153,7 @@ class Combination:
     def _pieces(self, partial: jax.Array, *, dim: int) -> jax.Array:
         """Return the partial results of all shards for this shard's part of a dim.
 
-        Dim 0 of the result is over the shards.
+        Dim 0 of the result has one entry per shard.
         """
         before, size, after = partial.shape[:dim], partial.shape[dim], partial.shape[dim + 1 :]
         by_rank = jnp.moveaxis(

@@ -76,7 +76,7 @@ class Rows:
 
     @property
     def arrays(self) -> list[tuple[str, jax.Array]]:
-        """The arrays that are not None, as pairs of a side, "q" or "kv", and the array."""
+        """Pairs (side, array) of the arrays that are not None. The side is "q" or "kv"."""
         named = (
             ("q", self.q_positions),
             ("kv", self.kv_positions),

@@ -92,10 +92,10 @@ def claim_pages(
 
     def refuse(asking: jax.Array) -> jax.Array:
         # Slot `at` is the first slot that lacks pages; all slots before it are served. Refuse slot
-        # `at`, and each later slot that needs more pages than are left for slot `at`: a later slot
-        # has at most as many pages left. A refusal never lowers the number of pages that another
-        # slot needs. (It may add one: a slot needs a copy if an earlier slot that shares its last
-        # page no longer copies that page.)
+        # `at`, and each later slot that needs more pages than are left for slot `at`: no more pages
+        # are left for a later slot. A refusal never lowers the number of pages that another slot
+        # needs. (It may add one: a slot needs a copy if an earlier slot that shares its last page
+        # no longer copies that page.)
         need = needs(asking)[0]
         left = free - (jnp.cumsum(need) - need)
         at = jnp.argmax(need > left)

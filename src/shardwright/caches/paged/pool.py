@@ -21,7 +21,7 @@ PAGE_AXES = (PAGE, EMPTY, KV_HEAD, KV_HEAD_DIM)
 
 
 def copy_pages(buffers: PlacedArrays, sources: jax.Array, targets: jax.Array) -> Buffers:
-    """Return buffers with pages copied, in place.
+    """Copy pages of buffers to other pages of the same buffers, in place, and return the buffers.
 
     Nothing is sent unless the buffers are sharded by page.
 
