@@ -102,7 +102,8 @@ class Chip:
       nvlink: Whether the links of a domain are faster than PCIe.
       switched: Whether a switch lets each pair of devices use all links.
       switch_sums: Whether the switch computes the sums of all-reduces in a domain (NVLink SHARP).
-      pool_share: `hbm_bytes` as a share of the device's memory: the pool that JAX allocates.
+      pool_share: Share of the device's memory that JAX allocates as a pool. The pool has
+        `hbm_bytes`.
       workspace: Bytes of the pool that XLA gives to cuBLAS.
       networks: Network between domains -> bytes per second that one device sends over it.
       host_rate: Bytes per second between a device and its host, one way; 0 if that is not known.
@@ -415,7 +416,7 @@ def parse_topology(text: str, hardware: Mapping[str, Chip]) -> Topology:
 
 
 def _shapes_of_name(text: str, hardware: Mapping[str, Chip]) -> str:
-    """Return the topology that a cloud calls `v5p-32` or `h100-16`, as the text of a fix, or ""."""
+    """Return the fix for a topology that is written as a cloud names it (`v5p-32`), or ""."""
     match = _CLOUD_NAME.fullmatch(text)
     chip = None if match is None else hardware.get(_CLOUD_CHIPS.get(match[1], match[1]))
     if match is None or chip is None:

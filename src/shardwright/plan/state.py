@@ -142,7 +142,7 @@ class CountedArray:
 
 
 def count_state(manager: Manager, arrays: Iterable[CountedArray]) -> StateBytes:
-    """Count arrays under a manager. If one is optimizer state, add the gradients.
+    """Count arrays under a manager. If there is optimizer state, add the gradients.
 
     A gradient has the sharding and the dtype of its parameter.
 

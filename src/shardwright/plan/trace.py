@@ -197,7 +197,7 @@ class Recorder:
         return annotate(x, Annotation(request, decided.strict))
 
     def gather(self, w: Any, use: Decided, stored: Decided) -> Any:
-        """Annotate a weight as it is used and as it is stored."""
+        """Annotate a weight for its use, and its gradient like the stored weight."""
         if self.typed:
             assert use.placement is not None
             self._keep(use.request, use.placement.spec)

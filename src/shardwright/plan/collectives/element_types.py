@@ -1,4 +1,4 @@
-"""Recover the element type of a program where the backend widened a collective.
+"""Recover the element types of a program's collectives where the backend has widened them.
 
 XLA for CPUs converts some types before a collective and converts the result back: bfloat16 is sent
 as float32, floats of 8 and 4 bits as float16 (float8_e8m0fnu as float32), and int4 as int8. Each of

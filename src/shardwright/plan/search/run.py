@@ -100,7 +100,7 @@ def search(
       vary: Settings and their alternatives: `{"head": ("tp", "-")}`. None keeps the setting of the
         strategy. A pin of the same setting replaces the alternatives.
       orders: Whether to try every order of the mesh axes. The order decides which links they use.
-      keep_large: Whether to plan and keep candidates that do not fit, after all others.
+      keep_large: Whether to plan and keep candidates that do not fit. They come after all others.
       walks: How many walks to run at most. Candidates that differ only in the order of axes share a
         walk.
       progress: Called for each candidate when it is judged, and again when it is planned. If it

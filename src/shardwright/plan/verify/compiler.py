@@ -57,7 +57,7 @@ _USED = re.compile(
     r"(?: of |\) exceeds available HBM \()[0-9.]+[KMGT]?"
 )
 _UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_FORMAT: Final = 3  # version of the results on disk; a new one makes old results unused
+_FORMAT: Final = 3  # version of the results on disk; results of other versions are not used
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

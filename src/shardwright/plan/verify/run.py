@@ -61,7 +61,7 @@ class Verification:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that the program needs on one device: the compiled peak, else the upper end."""
+        """Bytes that one device needs: the compiled peak, or the upper end of the plan's peak."""
         peak = self.compiled.peak
         return self.report.memory.high if peak is None else peak
 

@@ -191,7 +191,7 @@ def _mark_hosted(
     births: Sequence[Buffer | None],
     operands: Sequence[Buffer],
 ) -> None:
-    """Note the bytes of results on the host."""
+    """Note the bytes that results take in the memory of the host."""
     for birth, value, aval in zip(births, results, step.results, strict=True):
         if birth is not None:
             birth.host = step.ledger.host_bytes(aval, value.dims)
@@ -280,10 +280,10 @@ def _parts(step: PlanStep, results: Sequence[ShardedValue]) -> int:
 
 
 def _whole_sum(step: PlanStep, results: Sequence[ShardedValue]) -> Buffer | None:
-    """Return the operand of a reduce-scatter if no collective matmul makes this sum, else None.
+    """Return the operand of a reduce-scatter, or None if a collective matmul makes the operand.
 
-    XLA's schedulers run such a reduce-scatter as soon as its operand is computed, since this frees
-    memory.
+    If no collective matmul makes the operand, XLA's schedulers run the reduce-scatter as soon as
+    its operand is computed, since this frees memory.
     """
     if step.name not in CONSTRAINTS or not step.ledger.tiled:
         return None

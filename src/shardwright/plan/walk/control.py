@@ -116,7 +116,7 @@ def _with_slices(step: PlanStep, values: list[ShardedValue], variables: Any) -> 
 def _with_carries(
     step: PlanStep, carry: Sequence[ShardedValue], variables: Any
 ) -> list[ShardedValue]:
-    """Give the carries of a scan buffers in its body if the scan is in a pipeline, else None.
+    """Return the carries of a scan: in a pipeline with buffers in the body, else without buffers.
 
     A carry is in memory during the whole scan, so it is counted outside, with the results. In a
     pipeline, this would count the received microbatch twice: it is dead long before the next

@@ -58,7 +58,7 @@ class Ledger:
 
     Attributes:
       sizes: Size of each mesh axis that has more than one device, in mesh order. In the body of a
-        `shard_map`, only the mesh axes that still shard its values.
+        `shard_map`, the mesh axes that are Manual there are left out.
       mesh: Size of each mesh axis that has more than one device. It is the same in a `shard_map`.
       tiled: Whether the compiler keeps arrays in tiles, as compilers for TPUs do.
       in_stage: Whether the walk is in a `shard_map` over some mesh axes, such as the stages of a

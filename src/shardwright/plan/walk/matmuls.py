@@ -81,8 +81,8 @@ def ragged_dot(step: PlanStep) -> list[ShardedValue]:
     numbers, labels = step.parameters["ragged_dot_dimension_numbers"], Labels.of(step.equation)
     step.move(2, ((),) * step.avals[2].ndim)
     ragged = {labels.operands[0][dim] for dim in numbers.lhs_ragged_dimensions}
-    # If one operand shards a contracted dim, XLA slices the other operand to match. So it always
-    # sums over this dim, and never gathers it.
+    # If one operand shards a contracted dim, XLA slices the other operand to match. So the result
+    # is always summed over this dim, and the first operand is never gathered.
     summed: dict[str, tuple[str, ...]] = {}
     whole = [step.whole(0), step.whole(1)]
     for names, value in zip(labels.operands, whole, strict=True):

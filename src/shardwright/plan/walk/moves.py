@@ -264,7 +264,8 @@ def _with_both(
         alone = all(len(dim) < 2 for dim in (*current, *goal))
         return ValueMove(transfers=(permute, gather), doubtful=frozenset() if alone else doubtful)
     if losing & ends:
-        # The dim that a mesh axis enters also loses one. XLA gathers the dim before the exchange.
+        # The dim that a mesh axis enters also loses a mesh axis. XLA gathers the dim before the
+        # exchange.
         transfers, kept = _gathered(current, gone, sizes)
         smaller = shards(gone, sizes) <= shards(moved, sizes)
         rest = _exchanged(kept, kept, goal, sizes, moved)

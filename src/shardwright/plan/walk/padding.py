@@ -120,7 +120,7 @@ def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
 
 
 def keep_copies(read: Iterable[Buffer | None], timeline: Timeline) -> None:
-    """Keep padded copies until the end: a matmul with one row reads the arrays that they copy."""
+    """Keep the padded copies of arrays that a matmul with one row reads, until the end."""
     for each in read:
         for root in () if each is None else roots(each):
             padded = timeline.padded.get(root)

@@ -28,7 +28,7 @@ def add_typed_demands(demands: Demands, variables: Iterable[Any], sizes: Mapping
 
 
 def _unreduced(avals: Iterable[Any]) -> frozenset[str]:
-    """Return the mesh axes over which types say that their values are partial sums."""
+    """Return the mesh axes that types mark as unreduced: over them, the values are partial sums."""
     return frozenset().union(
         *(aval.sharding.spec.unreduced for aval in avals if explicit_axes(aval))
     )
@@ -53,7 +53,7 @@ def with_owed(step: PlanStep) -> PlanStep:
 
 
 def with_typed_constants(step: PlanStep) -> PlanStep:
-    """Give operands that every device can compute the shardings of their types. Return the step.
+    """Return the step, with each constant operand in the sharding of its type.
 
     JAX lowers these types to constraints. XLA follows the constraints in two places: at a matmul,
     and after a reshard to Auto mesh axes, which JAX puts before each gather and scatter. At all
