@@ -116,7 +116,7 @@ class TransformerConfig:
                     block.embed != self.attention.embed,
                     "",
                     f"{name}.embed={block.embed}, and attention.embed={self.attention.embed}",
-                    "give both the size of the residual",
+                    "write the size of the residual in both",
                 )
                 for name, block in blocks
             ),
@@ -201,7 +201,10 @@ STATE: Final = instance(StackState, fix="pass transformer_block.StackState(cache
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKeys:
-    """The dropout keys of one layer: for the inside of each block and for its output, or None."""
+    """The dropout keys of one layer; None drops nothing.
+
+    Each block has two keys: one for dropout inside of the block, and one for its output.
+    """
 
     attention: Any = None
     after_attention: Any = None

@@ -197,7 +197,7 @@ def compare(
     meeting.arrive()
     if meeting.is_first and number > _KEPT:
         # The keys of earlier calls are no longer needed. Keep those of the last few calls, because
-        # other threads may still compare.
+        # other threads may not have finished these calls.
         store.delete(f"{room}/{number - _KEPT}")
     waiting = Waiting(group, meeting, what, detail or what, patience)
     try:
@@ -243,9 +243,9 @@ class Waiting:
     """The wait of one process in a comparison. The other processes can read where it waits.
 
     The main threads of two processes may wait for each other in different calls. Neither continues,
-    so both calls fail. A wait outside of the main thread is not published, because another thread
-    of its process may still make the call that the other process waits for. Only the first process
-    of a call reads what the others wait for.
+    so both calls fail. Only waits of main threads are published: while another thread waits, the
+    main thread may still make the call that the other process waits for. Only the first process of
+    a call reads what the others wait for.
 
     Args:
       group: The processes.

@@ -24,8 +24,9 @@ _SLICE_S: Final = 5.0
 _OTHERS_LOOK_S: Final = 3.0
 # Seconds within which a process that decides or that closes the meeting must write the verdict.
 _VERDICT_S: Final = 5.0
-# Added to the counter of arrivals if a wait fails. The store adds to a counter in one step. So of
-# the last arrival and the first failure, one is the earlier one, and it decides the verdict.
+# Added to the counter of arrivals if a wait fails. The store adds to a counter in one step. So it
+# is certain whether the last arrival or the first failure came first, and the one that came first
+# decides the verdict.
 # Counters have 32 bits, which is enough even if each of 32,767 processes fails.
 _CLOSED: Final = 2**16
 

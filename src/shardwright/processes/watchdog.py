@@ -37,7 +37,7 @@ _MAIN_BUSY: Final = 0.005
 _PROCESS_BUSY: Final = 0.05
 # Largest number of characters of `place` in a beat.
 _MOST_PLACE: Final = 200
-_GRACE: Final = 0.3  # seconds that the others get to end, after all of them have reported LEFT
+_GRACE: Final = 0.3  # seconds in which the others can end, after all of them have reported LEFT
 
 
 class _State(enum.StrEnum):

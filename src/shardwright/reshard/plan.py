@@ -140,8 +140,8 @@ def _next_moves(
     `local` is the number of bytes of one shard under this sharding.
     """
     for dim, axes in enumerate(place):
-        # Only the minor axes can leave a dimension: the blocks of a tiled all-gather over them are
-        # adjacent in the array, and those over a major axis are not.
+        # Only the minor axes can leave a dimension: the blocks that a tiled all-gather over them
+        # joins are adjacent in the array. The blocks over a major axis are not adjacent.
         for count in range(1, len(axes) + 1):
             last = axes[-count:]
             parts = shard_count(last, mesh)
@@ -190,8 +190,8 @@ def _permuted(
     """Yield the shardings that have the same shards, but on other devices.
 
     There are two kinds of such shardings. The first kind has the mesh axes of one dimension in
-    another order. In the second kind, each mesh axis is in its dimension of the target; mesh axes
-    that the target does not use become the minor axes of one dimension.
+    another order. In the second kind, each mesh axis is in the dimension that has it in the target.
+    Mesh axes that the target does not use become the minor axes of one dimension.
     """
     used = {name for axes in place for name in axes}
     as_target = tuple(tuple(name for name in axes if name in used) for axes in target)

@@ -266,9 +266,9 @@ def local_dtype(dtype: np.dtype) -> np.dtype:
 
 
 # The functions below find one mesh that can express the specs of two meshes of the same devices.
-# `fsdp:2,tp:4` and `fsdp:4,tp:2` may have the same eight devices, and a mesh `2,2,2` of them can
-# express the specs of both. So a move from one to the other is a sequence of collectives over parts
-# of mesh axes.
+# For example, the meshes `fsdp:2,tp:4` and `fsdp:4,tp:2` may have the same eight devices. A mesh
+# `2,2,2` of these devices can express the specs of both meshes. So a move from one mesh to the
+# other is a sequence of collectives over parts of mesh axes.
 
 
 def common_axes(source: DeviceGrid, target: DeviceGrid) -> CommonAxes | None:

@@ -349,7 +349,8 @@ def _check_dims(call: Fp8Call, x: Any, kernels: tuple[Any, ...], *, keep: bool) 
             **without_annotation,
         )
 
-    # In the forward pass, blocks of x lie along its inputs; in the backward pass, along its tokens.
+    # Blocks of x lie along the last input dim in the forward pass, and along the last token dim in
+    # the backward pass.
     for dim in [x.ndim - 1, *([rows - 1] if keep else [])]:
         check(call.x_axes, x.shape, dim, "x", array=x, shards=call.x_shards)
     for kernel, static in zip(kernels, call.kernels, strict=True):

@@ -79,8 +79,8 @@ class BlockScaling:
       LayerError: A format is unknown.
     """
 
-    # E4M3 for gradients too: with a scale per 32 elements, one more bit of mantissa helps more than
-    # one of exponent.
+    # Gradients are E4M3 too: with a scale per 32 elements, one more bit of mantissa helps more than
+    # one more bit of exponent.
     forward: Annotated[str, FORMAT] = E4M3
     backward: Annotated[str, FORMAT] = E4M3
 

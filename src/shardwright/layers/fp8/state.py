@@ -292,8 +292,8 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
         return {name: _worst(own.count, state.counts[name]) for name, own in sent.items()}
 
     leaves = jax.tree.leaves(_map(counters, scaling, sent))
-    # If all counters are 0, the caller did not differentiate by the channel. The counters then stay
-    # 0, and `check` refuses them.
+    # If all counters are 0, the caller did not differentiate with respect to the channel. The
+    # counters then stay 0, and `check` refuses them.
     trained = jnp.stack([jnp.max(count) for count in leaves]).max() > 0 if leaves else True
 
     def of(state: DenseScaling, seen: DenseSeen, sent: dict[str, Channel]) -> DenseScaling:
@@ -388,7 +388,8 @@ def _problem(path: str, count: float) -> Problem:
     if count == 0:
         what = "took part in no backward pass, nor did any other matmul"
         fix = (
-            "differentiate by the channel, and give it to the blocks in uses(scaling, channel); "
+            "differentiate with respect to the channel, and pass uses(scaling, channel) to the "
+            "blocks; "
             "a step that trains no layer with a recipe needs no update"
         )
     else:

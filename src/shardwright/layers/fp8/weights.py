@@ -227,7 +227,7 @@ def _mesh_axes(
     path: str | None,
 ) -> tuple[str, ...]:
     """Return the mesh axes that a dim is sharded over."""
-    # Inside a `shard_map` the shape is that of a shard over its Manual mesh axes.
+    # Inside a `shard_map` the shape is that of a shard over the Manual mesh axes.
     manual = manager.manual_axes(_jax.ambient_mesh())
     request = ShardingRequest(annotation, shape, mode, role, path, manual)
     resolution = manager.answer(request)

@@ -255,7 +255,7 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
     """
     manager: PartitionManager = context.require("moe.explain", method=False)
     sizes = dict(zip(manager.mesh.axis_names, manager.mesh.axis_sizes, strict=True))
-    # Inside a `shard_map`, `shape` is that of a shard over its Manual axes.
+    # Inside a `shard_map`, `shape` is that of a shard over the Manual axes.
     manual = manager.manual_axes(_jax.ambient_mesh())
     request = ShardingRequest(_token_axes(shape), shape, mode, None, None, manual)
     tokens = manager.answer(request)
