@@ -627,7 +627,7 @@ def texts(sizes: Sizes, state: dict[str, Any]) -> Iterator[Row]:
             written(device, kind) for device in (jax.local_devices()[0], jax.devices("cpu")[0])
         )
         different = sum(a != b for a, b in zip(here, host, strict=True))
-        yield row(f"texts of an engine, {kind}, unlike the CPU's", different, "texts") | {
+        yield row(f"{kind} engine: texts that differ from the CPU's", different, "texts") | {
             "of": len(here)
         }
 
