@@ -67,7 +67,7 @@ def requested_devices() -> int:
 
 
 def flagged_devices() -> int:
-    """Return the number of CPU devices in XLA_FLAGS, or 1.
+    """Return the number of CPU devices in XLA_FLAGS, or 1 if the flags have no such number.
 
     JAX's own option overrides this number.
     """

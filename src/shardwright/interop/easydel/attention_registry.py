@@ -47,7 +47,7 @@ class AttentionImpl(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def get_impl_name(cls) -> str | Sequence[str]:
-        """Return the name, or several names. Messages show the first name."""
+        """Return the name of the implementation, or several names. Messages show the first one."""
 
     @classmethod
     @abc.abstractmethod

@@ -1,6 +1,6 @@
 """The check of arrays that flax, nnx and haliax shard by rules of a manager.
 
-Each of these libraries maps names to mesh axes by a table without fallbacks. It silently replicates
+Each of these libraries maps names to mesh axes by a table without fallbacks. All silently replicate
 an array whose size does not divide. Some also replicate a dim whose name is not in the table.
 The libraries offer no hook, so `checked` wraps the one function of a library that reads the table.
 The wrapper checks an array only while a bridge has entered a `CheckedTable`.

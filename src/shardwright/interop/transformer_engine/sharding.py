@@ -74,7 +74,7 @@ NAMES: Final[Names] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class MeshResource:
-    """Which mesh axis each kind of parallelism uses. None turns it off.
+    """Which mesh axis each kind of parallelism uses. None turns a kind off.
 
     Attributes:
       dp_resource: Data parallelism.

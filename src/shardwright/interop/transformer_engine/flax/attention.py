@@ -124,8 +124,8 @@ class DotProductAttention(Module):  # type: ignore[misc]
       qkv_layout: "bshd_bshd_bshd", "bshd_bs2hd" (key and value packed in `key`) or "bs3hd" (all in
         `query`).
       scale_factor: Factor of the scores. Defaults to `1 / sqrt(head_dim)`.
-      transpose_batch_sequence: Whether arrays are `[length, batch, ...]`. None is False, with a
-        warning.
+      transpose_batch_sequence: Whether arrays are `[length, batch, ...]`. None means False, and
+        gives a warning.
       window_size: (left, right) positions around the query; a negative number means no bound.
       max_segments_per_seq: An option of fused kernels; not used.
       context_parallel_causal_load_balanced: Not supported.

@@ -430,8 +430,8 @@ class DenseGeneral(Module):  # type: ignore[misc]
       axis: The dims of the input that are contracted.
       dtype: Dtype of the parameters.
       input_axes: Logical names of the input.
-      transpose_batch_sequence: Whether the input is `[length, batch, ...]`. It has no effect on the
-        matmul.
+      transpose_batch_sequence: Whether the input is `[length, batch, ...]`. This does not change
+        the matmul.
       quantization_checkpoint_name: Not used.
     """
 

@@ -82,7 +82,7 @@ _CHANGED = (
 
 
 def parse_policy(policy: Policy | str | None) -> Policy:
-    """Return a policy, or the policy of a preset.
+    """Return `policy` itself, or the policy of the preset that it names.
 
     None means the policy of the ambient manager. Without a manager, it means the policy that the
     environment variable `SHARDWRIGHT_EFORMER_POLICY` names, or else the strict policy.
