@@ -32,7 +32,7 @@ def is_array(value: object) -> bool:
 
 
 def is_deleted(tree: Any) -> bool:
-    """Tell whether arrays of a tree were deleted. Donated arrays are deleted."""
+    """Tell whether any array of a tree was deleted. A donated array is deleted."""
     # A leaf without `is_deleted`, such as a NumPy array, cannot be deleted. isinstance(value,
     # jax.Array) would be slow.
     tests = (getattr(leaf, "is_deleted", None) for leaf in jax.tree.leaves(tree))
@@ -368,7 +368,7 @@ def program_lines(frame: Any, *, most: int = 8) -> str:
 
 
 def is_in(frame: Any, code: Any) -> bool:
-    """Tell whether a thread is in a function, given the thread's innermost frame and the code."""
+    """Tell whether a thread is in a function, given its innermost frame and the function's code."""
     while frame is not None:
         if frame.f_code is code:
             return True
@@ -377,9 +377,9 @@ def is_in(frame: Any, code: Any) -> bool:
 
 
 def duplicate_spec_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of a spec that has a mesh axis twice.
+    """Return the classes of the errors that JAX raises for a spec with a mesh axis twice.
 
-    JAX exports no name for their classes.
+    JAX exports no name for them.
     """
     from jax._src import named_sharding
 

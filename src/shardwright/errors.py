@@ -305,8 +305,8 @@ def in_file(problem: Problem, file: str) -> Problem:
 
     Args:
       problem: The problem. If its rule is already in `file`, the problem is returned unchanged.
-      file: The file in which the user of a strategy changes rules, or text that describes it. The
-        rule may come from a preset.
+      file: The file in which the user changes rules, or text that describes this file. It is not
+        the file of the rule if the rule comes from a preset.
     """
     edit = problem.edit
     if not isinstance(edit, NewValue) or edit.source.rpartition(":")[0] in ("", file):

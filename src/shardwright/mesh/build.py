@@ -279,9 +279,9 @@ def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
     dcn = _dcn(spec, slices)
     inner = tuple(size // part for size, part in zip(spec.sizes, dcn, strict=True))
     blocks = np.stack([_arrange_slice(spec, inner, members) for members in slices.values()])
-    # The dims of `blocks` are the parts across slices, then the parts inside. The last reshape
-    # joins the two parts of each axis, so the transpose makes them neighbors. The part across
-    # slices is major.
+    # After the first reshape, the dims are the parts across slices, then the parts inside a slice.
+    # The last reshape joins the two parts of each axis, so the transpose makes them neighbors. The
+    # part across slices is major.
     paired = [axis for dim in range(len(inner)) for axis in (dim, len(inner) + dim)]
     return blocks.reshape(dcn + inner).transpose(paired).reshape(spec.sizes)
 

@@ -127,7 +127,7 @@ def dcn_problems(parts: Sequence[Part], crossing: Sequence[Part], *, text: str) 
 
 
 def dcn_divides(name: str, total: int, part: int, *, text: str = "", at: int = 0) -> list[Problem]:
-    """Return a problem if the part of an axis that crosses slices does not divide the axis."""
+    """Return a problem if the part of an axis across slices does not divide the axis size."""
     if total % part == 0:
         return []
     what = f"dcn part {part} does not divide {name} = {total} (sizes include all slices)"

@@ -167,8 +167,8 @@ def overlaid(
 ) -> tuple[list[dict[str, str]], list[str]]:
     """Overlay two tables of rules. At least one of them is an array.
 
-    The chain of a name in `over` replaces the whole chain of the name in `base`, where that chain
-    begins. Names that `base` does not have come last.
+    The chain of a name in `over` replaces the whole chain of the name in `base`, and comes at the
+    place where the chain in `base` begins. Names that `base` does not have come last.
 
     Returns:
       The entries as an array, and the source of each entry.

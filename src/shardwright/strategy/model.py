@@ -44,7 +44,7 @@ from shardwright.vocabulary.integers import as_integer
 
 RULE = (
     'Candidates of mesh axes in order: "dp+fsdp | dp | -". '
-    '"+" joins mesh axes, "-" replicated, "?" unconstrained.'
+    '"+" joins mesh axes, "-" replicates, "?" leaves the dim to the compiler.'
 )
 _T = TypeVar("_T")
 # pydantic freezes the attributes of a model, but not the dicts and lists in them. The hash of a
@@ -111,8 +111,8 @@ MemoryName = Literal["device", "host"]
 
 class _TableModel(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-    # pydantic checks keys that are not fields by this type. Here each key is an axis, and each
-    # value is a rule.
+    # pydantic checks that the value of each key that is not a field has this type. Here each of
+    # these keys is an axis, and its value is a rule.
     __pydantic_extra__: dict[str, str]
 
     @property
@@ -174,7 +174,7 @@ class MemoryTable(BaseModel):
     )
     saved: Table[MemoryName] = Field(
         default_factory=_empty_table,
-        description="Where the values of a name of `checkpoint_name` are saved.",
+        description="For each name of `checkpoint_name`, where its values are saved.",
     )
     tensors: Entries[MemoryTensorTable] = Field(
         default_factory=tuple,  # type: ignore[arg-type]  # a tuple, as after validation

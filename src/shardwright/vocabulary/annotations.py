@@ -112,7 +112,8 @@ class PartOf(SizedAnnotation):
       path: The whole array's path.
 
     Raises:
-      RankMismatchError: The annotation does not fit the shape, or the whole has no such dim.
+      RankMismatchError: The annotation does not fit the shape, or `dims` names a dim twice, or one
+        that the whole does not have.
     """
 
     annotation: Any

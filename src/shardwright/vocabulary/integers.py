@@ -62,7 +62,7 @@ def read_integer(
 def integer_faults(
     name: str, value: Any, *, least: int, most: int | None, fix: str
 ) -> list[tuple[str, str]]:
-    """Return the faults of the integer argument `name`, each with its fix. A valid one has none."""
+    """Return the faults of the integer argument `name`, each with its fix, or []."""
     integer = as_integer(value)
     if integer is not None and least <= integer and (most is None or integer <= most):
         return []

@@ -200,7 +200,7 @@ def spec_entries(spec: PartitionSpec) -> list[Any]:
         fix = (
             "annotate the array with the entries alone; to make it reduced, call jax.reshard with "
         )
-        raise StrategyError(what, fix=f"{fix}the spec itself, and later annotations keep it so")
+        raise StrategyError(what, fix=f"{fix}the spec itself: later annotations keep it reduced")
     return list(spec.partitions)
 
 
