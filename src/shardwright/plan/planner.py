@@ -442,7 +442,7 @@ def _counted_arrays(
         shown = ", ".join(path or "the argument itself" for path in paths[:_NAMED])
         more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
         what = f"argument {argument} holds {held}, but {count} neither an annotation nor a sharding"
-        fix = f"{_ANNOTATE.get(held, 'annotate it in specs=')}, or write inputs for it in holds="
+        fix = f'{_ANNOTATE.get(held, "annotate it in specs=")}, or write "inputs" for it in holds='
         problems.append(Problem(error=StrategyError, what=f"{what}: {shown}{more}", fix=fix))
     raise_problems(problems)
     return arrays
