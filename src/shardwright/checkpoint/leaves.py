@@ -355,8 +355,8 @@ def _misfit(leaf: SavedLeaf, target: Any, *, recut: bool) -> tuple[str, str] | N
         if same_layers and dtype == leaf.dtype:
             fix += "; if both are the same stack of layers with other repeats, pass recut=True"
         return f"saved as {leaf}, and the target is {asked}", fix
-    # Without x64, JAX has dtypes of at most 32 bits. Only a `ShapeDtypeStruct` can have 64 bits
-    # then, because JAX cannot create such an array.
+    # Without x64, JAX has dtypes of at most 32 bits. Then only a `ShapeDtypeStruct` can have a
+    # dtype of 64 bits, because JAX cannot create such arrays.
     narrowed = dtype in _WIDE and str(jax.dtypes.canonicalize_dtype(dtype)) != dtype
     if isinstance(target, jax.ShapeDtypeStruct) and narrowed:
         return (
@@ -448,7 +448,7 @@ def _as_saved(
 
 def _impl(dtype: str) -> str:
     """Return the implementation of a key from the name of its dtype, `key<fry>`."""
-    # JAX has no public function from the name of a key's dtype to its implementation.
+    # JAX has no public function that returns the implementation, given the name of a key's dtype.
     names = {str(jax.random.key(0, impl=impl).dtype): impl for impl in _IMPLEMENTATIONS}
     if dtype not in names:
         raise CheckpointError(

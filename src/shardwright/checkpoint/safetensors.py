@@ -252,7 +252,8 @@ def _write(file: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) 
 def _reserve(stream: BinaryIO, size: int) -> None:
     """Reserve disk space for the tensors of a file.
 
-    The file is mapped, so if the disk were full later, a write would end the process by SIGBUS.
+    The file is memory-mapped. Without reserved space, a write to a full disk would end the process
+    by SIGBUS.
     """
     # macOS has no posix_fallocate. There, and on ZFS, zeros are written.
     allocate: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate", None)

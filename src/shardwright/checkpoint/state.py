@@ -89,9 +89,10 @@ _PENDING: dict[str, Saving] = {}
 def _wait_at_exit(process: int) -> None:
     """Wait for background saves before Python exits, also after an exception.
 
-    `atexit` is too late: Python has stopped the thread pools that orbax writes with, so orbax loses
-    the checkpoint or waits forever. Python calls the functions that are registered in `threading`
-    in reverse order, so this function must be registered after the function of the thread pools.
+    `atexit` is too late: by then, Python has stopped the thread pools that orbax writes with, so
+    orbax loses the checkpoint or waits forever. Python calls the functions that are registered in
+    `threading` in reverse order, so this function must be registered after the function of the
+    thread pools.
     """
     import concurrent.futures.thread  # noqa: F401
 

@@ -129,7 +129,7 @@ def bucket(config: RelativeBiasConfig, distance: Any) -> np.ndarray:
         before = np.abs(before)
     before = np.maximum(before, 0)
     exact = count // 2
-    # Use float32, as T5 does, so that a distance on the border of two buckets gets the same bucket.
+    # Use float32, as T5 does: a distance on the border of two buckets then gets the bucket of T5.
     # Epsilon keeps the logarithm of distance 0 finite. Below, `before < exact` selects another
     # bucket for distance 0.
     share = np.log(before.astype(np.float32) / exact + np.finfo(np.float32).eps)

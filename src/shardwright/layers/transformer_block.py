@@ -437,7 +437,7 @@ def apply(
     return x, StackState(
         caches=None if state.caches is None else caches,
         moe=_if_any(moe_states),
-        # Inference updates no scale, so the scales are returned for the next call.
+        # Inference updates no scale, so the scales are returned unchanged for the next call.
         scaling=_if_any(seen) if state.caches is None else state.scaling,
     )
 
@@ -510,7 +510,7 @@ def _scan(
             after.append(state)
         return x, ([moe_state for moe_state, _ in after], [seen for _, seen in after])
 
-    # The loads of experts and the scales of fp8 are computed from several rows.
+    # MoE layers and fp8 compute loads and scales from several rows, so they are not `by_row`.
     blocks: tuple[Any, ...] = (config.attention, config.cross or config.attention, *config.mlps)
     combines_rows = any(isinstance(each, MoEBlockConfig) or each.recipe for each in blocks)
     stacked, *per_layer = (list(trees)[:count] for trees in (params, *states))

@@ -184,7 +184,7 @@ class Watchdog(threading.Thread):
         self._store.set(f"{_ROOM}/summary/{self._rank}/now", json.dumps(summary).encode())
 
     def _follow(self, leader: int) -> bool:
-        """Read a leader's summary. End this process if the summary says so, or is old."""
+        """Read a leader's summary. End this process if the summary says so, or if it is too old."""
         found = self._store.entries(f"{_ROOM}/summary/{leader}")
         if not found:  # the leader has not entered its manager yet, or has no watchdog
             return self._own.state == _State.ENDED

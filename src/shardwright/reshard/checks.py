@@ -46,7 +46,7 @@ def check_alive(path: str, value: Any) -> list[Problem]:
 
 
 def is_wide_enough(dtype: np.dtype) -> bool:
-    """Tell whether XLA can move arrays of a dtype: one of at least 4 bits.
+    """Tell whether XLA can move arrays of a dtype, which must have at least 4 bits.
 
     On elements of 2 bits, XLA's collectives write past the memory of the result, which ends the
     process. This happens on CPUs under JAX 0.10.2 and 0.12.0.

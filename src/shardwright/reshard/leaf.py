@@ -58,7 +58,7 @@ def move_leaf(
     """Return the array with the target sharding. The source is not deleted.
 
     Args:
-      value: JAX array, array of the host, number, or `ArrayInParts`.
+      value: JAX array, array on the host, number, or `ArrayInParts`.
       target: Sharding after the move.
       route: How the array moves.
       donate: Whether the caller deletes the source after the move. The result then does not share

@@ -107,7 +107,7 @@ def plan_moves(
                 moves.append(last_move[place])
                 place = moves[-1].before
             return tuple(reversed(moves))
-        # heapq cannot decrease a key, so entries that were overtaken stay in the queue.
+        # heapq cannot decrease a key, so the queue keeps an entry after a cheaper path is found.
         if (sent, count) > best[place]:
             continue
         local = total // math.prod(shard_count(axes, mesh) for axes in place)
@@ -190,8 +190,8 @@ def _permuted(
     """Yield the shardings that have the same shards, but on other devices.
 
     There are two kinds of such shardings. The first kind has the mesh axes of one dimension in
-    another order. In the second kind, each mesh axis is in the dimension that has it in the target.
-    Mesh axes that the target does not use become the minor axes of one dimension.
+    another order. In the second kind, each mesh axis shards the dimension that it shards in the
+    target. Mesh axes that the target does not use become the minor axes of one dimension.
     """
     used = {name for axes in place for name in axes}
     as_target = tuple(tuple(name for name in axes if name in used) for axes in target)

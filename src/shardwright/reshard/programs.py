@@ -204,7 +204,7 @@ def _bits(dtype: np.dtype) -> int:
 
 
 def wire_view(block: np.ndarray, route: Route) -> np.ndarray:
-    """Return a block of the host as `_leave` expects it."""
+    """Return a block on the host as `_leave` expects it."""
     carrier = _carrier(route.wire_dtype)
     return block if carrier is None else block.view(carrier)
 
