@@ -201,8 +201,8 @@ class TestRefusals:
             resolve(((E, sw.HEAD_DIM, sw.KV_HEAD, H),), make_rules(), MESH, shape=(8,))
         assert (
             caught.value.fix
-            == "annotate the flat dim as merged((KV_HEAD, heads), (HEAD_DIM, head_dim)), which "
-            "requires that the number of heads divides"
+            == "annotate the flat dim as merged((KV_HEAD, heads), (HEAD_DIM, head_dim)); the "
+            "number of heads must be a multiple of the number of shards"
         )
         assert resolve(((E, H), (B, sw.HEAD_DIM)), make_rules(), MESH, shape=(8, 8)).spec == P()
 

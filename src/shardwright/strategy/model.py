@@ -214,7 +214,8 @@ class PolicyTable(BaseModel):
     )
     zero1: str = Field(
         default="-",
-        description='Mesh axes that shard optimizer state in addition to its parameter, "dp | -".',
+        description="Mesh axes that shard optimizer state in addition to those of its parameter, "
+        '"dp | -".',
     )
     idle: str = Field(
         default="-", description='Mesh axes that no rule uses, on purpose, "replica+other".'
@@ -248,7 +249,9 @@ class AttentionTable(BaseModel):
     """The attention implementation of each mode. Insert has none: it only writes to the cache."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    default: AttentionName = Field(default="auto", description="In every other mode.")
+    default: AttentionName = Field(
+        default="auto", description="For modes without a key of their own."
+    )
     train: AttentionName | None = Field(default=None, description="In training.")
     prefill: AttentionName | None = Field(default=None, description="In prefill.")
     decode: AttentionName | None = Field(default=None, description="In decode.")
@@ -265,7 +268,7 @@ class PipelineTable(BaseModel):
         default=None, gt=0, description="Number of microbatches of a batch."
     )
     repeats: int = Field(
-        default=1, gt=0, description="Chunks of layers of a stage, in a circular schedule."
+        default=1, gt=0, description="Number of chunks that a stage has, in a circular schedule."
     )
     gather: Literal["tick", "once"] = Field(
         default="tick", description="Whether FSDP gathers weights in each tick, or once per step."

@@ -306,7 +306,7 @@ def _check_composites(dims: tuple[Dim, ...]) -> None:
         elif heads and head_dims:
             what = f"a composite of {heads[0]} and {head_dims[0]} could be split within a head"
             fix = f"annotate the flat dim as merged(({heads[0]}, heads), ({head_dims[0]}, head_dim"
-            fix += ")), which requires that the number of heads divides"
+            fix += ")); the number of heads must be a multiple of the number of shards"
         else:
             continue
         raise StrategyError(what, dim=position, axis=dim.label, fix=fix)
