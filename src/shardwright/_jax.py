@@ -33,8 +33,8 @@ def is_array(value: object) -> bool:
 
 def is_deleted(tree: Any) -> bool:
     """Tell whether any array of a tree was deleted. A donated array is deleted."""
-    # A leaf without `is_deleted`, such as a NumPy array, cannot be deleted. isinstance(value,
-    # jax.Array) would be slow.
+    # A leaf without `is_deleted`, such as a NumPy array, cannot be deleted. Do not test with
+    # isinstance(leaf, jax.Array), which is slow.
     tests = (getattr(leaf, "is_deleted", None) for leaf in jax.tree.leaves(tree))
     return any(test is not None and test() for test in tests)
 

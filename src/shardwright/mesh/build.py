@@ -365,8 +365,8 @@ def default_dcn(spec: MeshSpec, count: int, *, group: str = "slice") -> tuple[in
     for axis in _SLICE_AXES:
         if sizes.get(axis, 1) % count == 0:
             return tuple(count if name == axis else 1 for name in spec.names)
-    # No single axis suffices, as for dp:4,fsdp:4 over 16 hosts. So let each of these axes, in turn,
-    # take as many of the slices as it can.
+    # No single axis suffices, as for dp:4,fsdp:4 over 16 hosts. So let pp, dp and fsdp, in this
+    # order, each take as many of the slices as it can.
     parts, rest = dict.fromkeys(spec.names, 1), count
     for axis in _SLICE_AXES:
         part = math.gcd(sizes.get(axis, 1), rest)

@@ -172,7 +172,7 @@ class Unreduced(SizedAnnotation):
 
     Each device holds its own term of the sum. The next annotation of the value without `Unreduced`
     adds the terms. So one all-reduce can add several sums. Only Explicit mesh axes can hold such a
-    sum, because there it is part of the type of the value.
+    sum, because there the type of the value says that it is unreduced.
 
     >>> from shardwright.vocabulary.axes import BATCH, EMBED, MLP_INTERMEDIATE
     >>> Unreduced((BATCH, EMBED), over=MLP_INTERMEDIATE).described()
@@ -338,8 +338,8 @@ def stacked(annotation: Any, layers: int | None = None, *, axis: str = LAYERS) -
       annotation: Annotation of one layer.
       layers: Number of layers. Required for an `ArraySpec` or a `PartOf`, not allowed for other
         annotations.
-      axis: Axis of the new dim. With `EMPTY`, the new dim is not sharded, and an annotation that is
-        already a stack of layers can be stacked again, such as the adapters of several users.
+      axis: Axis of the new dim. With `EMPTY`, the new dim is not sharded, and the annotation may
+        already be a stack of layers, for instance of the adapters of one user.
 
     Raises:
       StrategyError: `layers` is missing, not allowed or not a positive integer; a literal spec is
