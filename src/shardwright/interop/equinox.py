@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def annotate(model: Any, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Any:
-    """Return the annotation of each array of `arrays(model)`, chosen by its path, as a tree.
+    """Return a tree with the annotation of each array of `arrays(model)`, chosen by its path.
 
     Args:
       model: A model of equinox, or its shapes from `equinox.filter_eval_shape`.
-      rules: Pattern of a path -> annotation, as for `sw.match_paths`. The TOML text that
-        `Inferred.toml()` returns is such a mapping.
+      rules: Pattern of a path -> annotation, as for `sw.match_paths`.
+        `tomllib.loads(inferred.toml())` is such a mapping.
 
     Raises:
       StrategyError: An array matches no rule, a rule matches no array, or a pattern or an
@@ -88,7 +88,8 @@ def infer(
     """
     equinox = library("equinox")
     values = arrays(model)
-    # Functions and sizes are not traced, so join them with the arrays again inside the trace.
+    # Other leaves, such as functions and sizes, are not traced, so join them with the arrays again
+    # inside the trace.
     rest = equinox.filter(model, _is_array, inverse=True)
 
     def forward(values: Any, *inputs: Any) -> Any:

@@ -222,7 +222,7 @@ def match_partition_rules(rules: Iterable[tuple[str, Any]], params: Any) -> Any:
 
 
 def _spec_of(path: str, shape: tuple[int, ...], matched: Any, problems: list[Problem]) -> Any:
-    """Return the spec of a matched rule; append to `problems` if there is none."""
+    """Return the spec of a matched rule; append to `problems` if it does not resolve or fit."""
     if not isinstance(matched, PartitionSpec):
         manager = context.require("match_partition_rules with semantic axes", method=False)
         # Call `explain` and not `resolve`, so that one error has the problems of all leaves.
@@ -253,7 +253,8 @@ def make_shard_and_gather_fns(partition_specs: Any, dtype_specs: Any = None) -> 
     is called.
 
     Args:
-      partition_specs: A tree of `PartitionSpec`s, or of `NamedSharding`s, which have a mesh.
+      partition_specs: A tree of `PartitionSpec`s, or of `NamedSharding`s, whose own mesh is then
+        used.
       dtype_specs: None casts nothing. One float dtype casts every float leaf. A tree of dtypes, or
         of anything with a `dtype`, casts each leaf to its dtype.
 
@@ -304,7 +305,8 @@ def _casts(structure: Any, dtype_specs: Any) -> list[Cast]:
     return [functools.partial(_cast, dtype=dtype) for dtype in dtypes]
 
 
-# Types of leaves that are a dtype or its name. Other leaves of a tree of dtypes have a `dtype`.
+# A leaf of one of these types is a dtype or the name of a dtype. Other leaves of a tree of dtypes
+# have a `dtype`.
 _DTYPES = (str, type, np.dtype)
 
 

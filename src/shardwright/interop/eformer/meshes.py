@@ -39,7 +39,7 @@ def get_incontext_mesh(raise_error: bool = True) -> Mesh | AbstractMesh:
     mesh = current_mesh()
     if mesh is None and raise_error:
         raise no_mesh()
-    # JAX also has an empty mesh if none is set.
+    # If no mesh is set, JAX too returns an empty mesh.
     return mesh if mesh is not None else Mesh(np.empty((), dtype=object), ())
 
 
@@ -59,18 +59,20 @@ def create_mesh(
       axis_dims: Total sizes of the mesh axes, over all slices, in the order of `axis_names`. One
         size may be -1.
       axis_names: Names of the axes.
-      dcn_mesh_dims: The number of slices that each axis crosses.
+      dcn_mesh_dims: For each axis, the number of slices that it crosses.
       should_sort_granules_by_key: Must be True; slices are always sorted.
-      allow_split_physical_axes: Must be True: an axis of the torus is split if the mesh does not
-        fit otherwise.
+      allow_split_physical_axes: Must be True. If the mesh fits in no other way, a physical axis of
+        the torus is split.
       backend: Platform. Defaults to JAX's default.
-      use_jax: Has no effect; axes are Auto unless `axis_types` says otherwise.
+      use_jax: Has no effect: with both values, axes are Auto unless `axis_types` says otherwise.
       axis_types: "auto", "explicit" or "manual" for all axes, or one per name.
 
     Raises:
-      MeshSpecError: Sizes, names, types or slices do not fit, or an option is not supported.
+      MeshSpecError: Sizes, names, types or slices do not fit each other or the devices, or an
+        option is not supported.
     """
-    # eformer passes both options on to `mesh_utils.create_hybrid_device_mesh`.
+    # eformer passes both options on to `mesh_utils.create_hybrid_device_mesh`. `build.create_mesh`
+    # has no such options.
     for name, value in (
         ("should_sort_granules_by_key", should_sort_granules_by_key),
         ("allow_split_physical_axes", allow_split_physical_axes),
@@ -101,8 +103,8 @@ def create_mesh(
         dims = zip(names, dcn_mesh_dims, strict=True)
         # An axis with the size 1 does not cross slices.
         dcn = {name: size for name, size in dims if size != 1}
-    # Build Manual axes, which only `shard_map` uses, as Auto axes first: the types of the axes do
-    # not change the order of the devices.
+    # `build.create_mesh` builds no Manual axes, because only `shard_map` makes axes Manual. So
+    # build them as Auto axes first: the types do not change the order of the devices.
     manual = [name for name, kind in types.items() if kind in ("manual", AxisType.Manual)]
     mesh = build.create_mesh(
         axis_dims if isinstance(axis_dims, str) else tuple(axis_dims),
@@ -121,7 +123,7 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
     """Build a mesh from `"dp:2,tp:4"` or `"2,4"`, in the order of `names`.
 
     Raises:
-      MeshSpecError: The text cannot be read, or has other names or another order of names.
+      MeshSpecError: The text cannot be read, or its names are not `names` in the same order.
     """
     if ":" in axis_dims:
         spec = parse_mesh(axis_dims)
@@ -153,7 +155,7 @@ def create_cpu_mesh(
 
 @contextlib.contextmanager
 def force_cpu() -> Iterator[jax.Device]:
-    """Run operations on the CPU by default."""
+    """Enter a context in which operations run on the CPU by default."""
     device = jax.local_devices(backend="cpu")[0]
     with jax.default_device(device):
         yield device
@@ -201,5 +203,5 @@ def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
 
 def get_submesh_device_index(axis_names: str | Sequence[str]) -> Any:
     """Return the index of this device along mesh axes, major first. Call it inside `shard_map`."""
-    # In a tuple, the first axis is the slowest for JAX, as for eformer.
+    # In a tuple, the index along the first axis changes slowest, in JAX as in eformer.
     return jax.lax.axis_index(axis_names)

@@ -83,8 +83,8 @@ def annotate(variables: Any, names: Names) -> Any:
 def place(variables: Any, pm: "PartitionManager", names: Names) -> Any:
     """Return variables without boxes, placed as parameters.
 
-    If one device cannot hold all variables, create them sharded instead: give `jax.jit` the
-    `out_shardings` `pm.shardings(arrays(shapes), annotate(shapes, names))`.
+    If one device cannot hold all variables, create them sharded instead: call `jax.jit` with
+    `out_shardings=pm.shardings(arrays(shapes), annotate(shapes, names))`.
 
     Args:
       variables: What `model.init` returns, or a `TrainState`.
@@ -100,8 +100,8 @@ def place(variables: Any, pm: "PartitionManager", names: Names) -> Any:
 def _factored_moments(variables: Any, names: Names) -> Mapping[str, Any]:
     """Return the annotations of `opt_state` by path, if it has factored moments.
 
-    The boxes of factored moments cannot be used: flax gives them the box of the parameter, which
-    has more dims.
+    flax gives a factored moment the box of its parameter, which has more dims. So the boxes of
+    factored moments cannot be used.
     """
     params, state = (
         variables.get(name) if isinstance(variables, Mapping) else getattr(variables, name, None)
@@ -116,7 +116,7 @@ def _factored_moments(variables: Any, names: Names) -> Mapping[str, Any]:
 def arrays(tree: Any) -> Any:
     """Return a tree without boxes, and without the constraint that flax puts on unboxed arrays.
 
-    In `rules`, `nn.unbox` constrains each value by the names of its box. But in the state of an
+    Inside `rules`, `nn.unbox` constrains each value by the names of its box. But in the state of an
     optimizer, a moment may have fewer dims than its parameter and still have the box of the
     parameter, whose names do not fit the moment. So call `arrays` in the jitted function whose
     `out_shardings` place the state.
@@ -176,8 +176,8 @@ def rules(
     under another strategy or other names. flax's own rules are not part of that key.
 
     Under `jax.set_mesh` and without `rules`, flax cannot initialize or apply an `nn.DenseGeneral`
-    that has more than two names, because flax constrains the flattened kernel. In `rules`, flax
-    constrains the full kernel instead.
+    whose kernel has more than two names, because flax constrains the flattened kernel. Inside
+    `rules`, flax constrains the full kernel instead.
 
     Without `rules`, flax replicates a dim whose name has no rule, and an array whose size does not
     divide. To check each array, the first call of `rules` wraps the function of flax that places a

@@ -307,7 +307,7 @@ class _NamedLeaf:
 
 
 def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[_NamedLeaf]:
-    """Yield the arrays below a node, in the order of JAX."""
+    """Yield the arrays below a node, in the order in which JAX flattens them."""
     import equinox
 
     named = library("haliax").NamedArray
@@ -318,7 +318,7 @@ def _leaves(node: Any, path: tuple[Any, ...]) -> Iterator[_NamedLeaf]:
 
     is_module = isinstance(node, equinox.Module)
     fields = {field.name: field for field in dataclasses.fields(node)} if is_module else {}
-    # The array of a `NamedArray` may be a tree, in the state of an optimizer.
+    # In the state of an optimizer, the array of a `NamedArray` may be a tree.
     if isinstance(node, named):
         names = tuple(axis.name for axis in node.axes)
         yield _NamedLeaf(path=path_text(path), value=node.array, names=names)

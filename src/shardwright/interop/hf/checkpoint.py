@@ -182,9 +182,9 @@ def read(
       stack_layers: Whether to stack each tensor of a layer over all layers. The stack has the axis
         LAYERS first, for `jax.lax.scan`. The name of the stack has no layer number. The patterns
         and annotations of `axes` still describe the tensors of one layer.
-      pad_vocab: Append rows of zeros to each dim VOCAB up to a multiple of this number, such as
-        128. The logits of these rows are 0. To hide them, pass `vocab=` to `loss.logits` and
-        `loss.cross_entropy`.
+      pad_vocab: Append rows of zeros to each VOCAB dim, so that its size is a multiple of this
+        number, such as 128. The logits of these rows are 0. To hide them, pass `vocab=` to
+        `loss.logits` and `loss.cross_entropy`.
 
     Raises:
       CheckpointError: Files are missing or truncated, tensors are missing or unknown, or their
@@ -276,10 +276,10 @@ def _dtype_of(
 
 
 def _pad_vocabulary(checkpoint: Checkpoint, multiple: int | None) -> Checkpoint:
-    """Pad the dims VOCAB of a checkpoint to the next multiple of a number.
+    """Pad the VOCAB dims of a checkpoint to the next multiple of a number.
 
     Raises:
-      CheckpointError: The number is not a positive integer, or dims VOCAB have several sizes.
+      CheckpointError: The number is not a positive integer, or the VOCAB dims have several sizes.
     """
     if multiple is None:
         return checkpoint

@@ -151,7 +151,7 @@ def block_of(config: Config) -> tuple[int, ...]:
 
 
 def dims_of(config: Config) -> dict[str, SizedDim]:
-    """Return the dims of a model, by the words for them in the tables of families."""
+    """Return the dims of a model, each by its word in the tables of `families`."""
     embed = config.number("hidden_size")
     experts = config.size("num_local_experts", "num_experts", "n_routed_experts")
     mlp = config.size("intermediate_size")
@@ -179,7 +179,7 @@ def dims_of(config: Config) -> dict[str, SizedDim]:
         "token_types": (EMPTY, config.size("type_vocab_size")),
     }
     if expert_mlp is not None:
-        # gpt-oss interleaves gate and up, and packs the weights of a block.
+        # gpt-oss interleaves gate and up, and packs the weights that share one scale.
         dims["gate_up"] = (MLP_INTERMEDIATE, 2 * expert_mlp)
         dims["mlp_blocks"] = (MLP_INTERMEDIATE, -(-expert_mlp // _MXFP4_BLOCK))
         dims["embed_blocks"] = (EMBED, -(-embed // _MXFP4_BLOCK))

@@ -48,7 +48,7 @@ class LoadedDecoder:
     The decoder itself can be called as the model of a `serving.Engine`.
 
     Attributes:
-      config: Sizes and options: the configs of its blocks.
+      config: Its sizes, and the configs of its blocks.
       specs: Its parameters as `ArraySpec`s.
       sources: The `Source` that reads each parameter from the files, by the path of the parameter
         in `specs`.
@@ -124,8 +124,8 @@ class LoadedDecoder:
           valid: `[batch, length]` bool, False for padding.
 
         Raises:
-          StrategyError: The logits of the decoder would differ from those of the model, or no cache
-            can keep what its attention needs.
+          StrategyError: The logits of the decoder would differ from those of the model, or no kind
+            of cache stores what the attention of the decoder needs.
         """
         self._check_served()
         return Decoder(self.config, remat="none").logits(params, tokens, caches, valid)
@@ -151,8 +151,8 @@ def decoder(
 
     Args:
       folder: Folder with `config.json` and safetensors files.
-      param: Dtype of stored parameters; matmuls are then in bfloat16. By default, both have the
-        dtype of the configuration.
+      param: Dtype of the stored parameters. If it is given, matmuls are in bfloat16. By default,
+        both have the dtype of the configuration.
 
     Raises:
       CheckpointError: See `read`. Or the parameters of the decoder are not those of the checkpoint,
@@ -293,7 +293,7 @@ def arrange(
             stem = (prefix + family.layers).removesuffix("#.")
             number = name.removeprefix(stem).partition(".")[0] if name.startswith(stem) else ""
             # Skip the layers after the decoder layers, because they predict further tokens. Skip
-            # frequencies, because they are computed.
+            # rotary frequencies, because they are computed.
             is_further = number.isdigit() and int(number) >= count
             if is_further or name.endswith("rotary_emb.inv_freq"):
                 continue
@@ -340,7 +340,7 @@ def _misfits(
 def _arranged(
     checkpoint: Checkpoint, names: Sequence[str], path: str, spec: ArraySpec, start: int
 ) -> Arranged:
-    """Return the tensors as a parameter. It has the axes of the tensors in another order."""
+    """Return the source of a parameter, whose axes are those of its tensors in another order."""
     source: Source = checkpoint.sources[names[0]]
     split = [*_members(checkpoint.specs[names[0]])]
     if len(names) > 1:

@@ -4,9 +4,9 @@ A row of `FAMILIES` says which tensors a checkpoint has, which of them are the p
 decoder, and how the configuration becomes the configs of the decoder's blocks. `config.DEFAULTS`
 has the values that a configuration may leave out.
 
-In the tables of tensors, `#` is a number. The words are dims of `config.dims_of`, in the order of
-the file; `-` is a dim of any size that is not sharded. A tensor that a model may lack ends in `?`.
-Linear layers are [out, in], as in PyTorch.
+In the tables of tensors, `#` is a number. The words are the dims of the stored tensor, in order, as
+`config.dims_of` names them; `-` is a dim of any size that is not sharded. A tensor that a model may
+lack ends in `?`. Linear layers are [out, in], as in PyTorch.
 """
 
 from __future__ import annotations
@@ -369,8 +369,8 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "llama": _LLAMA,
         "mistral": _LLAMA,
-        # The decoder cannot compute these models, which scale the residual or leave out rotations,
-        # so they have no reader.
+        # These models scale the residual, or have no rotary positions in some layers. The decoder
+        # cannot compute this, so they have no reader.
         **dict.fromkeys(("smollm3", "granite"), Family(tensors=LLAMA_TENSORS)),
         "qwen2": _QWEN,
         "qwen3": _QWEN,
@@ -395,8 +395,8 @@ def read_config(path: str, *, param: str | None = None, capacity: float | None =
 
     Args:
       path: The file, `config.json`.
-      param: Dtype of stored parameters; matmuls are then in bfloat16. By default, both have the
-        dtype of the configuration.
+      param: Dtype of the stored parameters. If it is given, matmuls are in bfloat16. By default,
+        both have the dtype of the configuration.
       capacity: Capacity factor: capacity of an expert ÷ its tokens under an even load. None: no
         token is dropped.
 
@@ -472,7 +472,8 @@ def tensors_of(config: Mapping[str, Any]) -> Tensors:
             f"{', '.join(parts)}. The tensors of such models cannot be read",
             fix=_TEXT_FIX,
         )
-    # Names of two models may differ by one digit, so suggest only another spelling of the name.
+    # Names of two models may differ by one digit, so suggest only a name that has the same letters
+    # and digits.
     meant = same_spelling(kind, tables) if isinstance(kind, str) else ""
     hint = f" ({meant})" if meant else ""
     raise CheckpointError(

@@ -117,7 +117,7 @@ def axes_of(
 
     found = {name: of(name) for name in shapes}
     raise_problems(limited([place for place in found.values() if isinstance(place, Problem)]))
-    # It is no error if earlier patterns have matched all tensors that a pattern matches.
+    # Report no pattern whose tensors were all matched by earlier patterns.
     if unmatched := [
         written
         for written, (pattern, _) in zip(given, rules, strict=True)
@@ -231,7 +231,7 @@ class NameTable:
         return None
 
     def _scale(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Any:
-        """Return the annotation of a scale beside a weight, or None if it is not a scale."""
+        """Return the annotation of a tensor that scales a weight; None for any other tensor."""
         suffix = next((suffix for suffix in _SCALES if name.endswith(suffix)), None)
         weight = f"{name.removesuffix(suffix)}.weight" if suffix else ""
         if weight not in shapes:
@@ -288,9 +288,9 @@ class NameTable:
     def required(self, present: set[str]) -> Iterator[str]:
         """Yield the names of the tensors that the checkpoint must have.
 
-        Among the kinds of attention, a layer has the kind with the most tensors in the checkpoint.
-        The same holds for MLPs. If one layer has an optional tensor, such as a bias, all layers of
-        this kind must have it.
+        A layer is taken to have the kind of attention of which it has the most tensors in the
+        checkpoint. The same holds for MLPs. If one layer has an optional tensor, such as a bias,
+        all layers of this kind must have it.
         """
         family = self.family
         prefix = family.prefix if any(name.startswith(family.prefix) for name in present) else ""

@@ -141,7 +141,7 @@ class ChangedSource:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedSource(ChangedSource):
-    """A tensor with zeros after its last elements.
+    """A tensor whose dims are padded with zeros at their ends.
 
     Attributes:
       source: The tensor in a file.

@@ -62,7 +62,7 @@ def programs(
       remat: Remat policy: "none", "full", "dots" or "blocks".
       chunks: The loss is computed in this number of parts, one after the other. The number must
         divide the length.
-      repeats: As in `[pipeline]` of the strategy that trains.
+      repeats: The same value as `repeats` under `[pipeline]` of the strategy for training.
 
     Raises:
       StrategyError: `remat` is unknown.
@@ -318,7 +318,7 @@ class Decoder:
         )
 
     def last_logits(self, params: Any, x: Any) -> Any:
-        """Return the logits of the last token. Their dim of length 1 is not sharded."""
+        """Return the logits of the last token. Their length dim, of size 1, is not sharded."""
         # Only the last token gets logits, so the norm and the matmul skip all others.
         x = self.end(params, place(x[:, -1:], (BATCH, EMPTY, EMBED)))
         tied, dtype = self.sizes.tied, self.sizes.dtypes.compute

@@ -322,7 +322,7 @@ _OUT_BIAS: Final = "the output projection of attention has a bias, as those of q
 
 def qwen(config: Config) -> Sizes:
     """Read Qwen 2 and 3, dense or with experts."""
-    # `Qwen2Attention` has biases of q, k and v; `Qwen3Attention` norms the heads of q and k.
+    # `Qwen2Attention` has biases of q, k and v. `Qwen3Attention` normalizes the heads of q and k.
     second = config.family.startswith("qwen2")
     bias = second or config.flag("attention_bias")
     attention = _attention(config, bias=bias, qk_norm=not second)
