@@ -78,13 +78,16 @@ FILES = {
     "nul.yml": ("logical_axis_rules:\n- [embed, f\0]\n", "nul.yml: the file is not YAML"),
     "digits.json": (f"[{'9' * 5000}]", "digits.json is not JSON: Exceeds the limit"),
     "deep.json": ("[" * 100_000, "deep.json is not JSON: maximum recursion depth exceeded"),
-    "loop.yml": ("&a [[embed, *a]]\n", "loop.yml: its aliases mean more than 1,000,000 values"),
+    "loop.yml": (
+        "&a [[embed, *a]]\n",
+        "loop.yml: its aliases expand to more than 1,000,000 values",
+    ),
     "bomb.yml": (
         "- &a [f,f,f,f,f,f,f,f,f]\n"
         + "".join(
             f"- &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in itertools.pairwise("abcdefgh")
         ),
-        "bomb.yml: its aliases mean more than 1,000,000 values",
+        "bomb.yml: its aliases expand to more than 1,000,000 values",
     ),
     "long.yml": ("- [embed, f]\n" * 100_000, "long.yml has more than 1,000,000 characters"),
     "long.json": (json.dumps([["embed", "f"]] * 10_001), "there are 10001 rules"),

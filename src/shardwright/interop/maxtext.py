@@ -91,7 +91,7 @@ _CUSTOM = "custom_mesh_and_rule"
 # The keys that the file of `custom_mesh_and_rule` may replace.
 _REPLACED = ("mesh_axes", _RULES, "data_sharding")
 _INPUTS = "input_data_sharding_logical_axes"
-# Mesh axis -> the name that the keys of its sizes use, if they do not use the name of the axis.
+# Mesh axis -> its name in the keys of its sizes, if this name differs.
 _PARALLELISM = {"stage": "pipeline", "model": "tensor"}
 _KEYS = {
     *(*_REPLACED, _OVERRIDE, _CUSTOM, _INPUTS, REPLICATED_NAMES),

@@ -346,9 +346,9 @@ class _AccumulationStep:
         rest = tuple(axis for axis in explicit if axis not in self.axes)
         f: Any = on_shard
         if rest:
-            # JAX 0.10 gathers the arguments and results of a `shard_map` over the mesh axes that
-            # are not in `axis_names`, if these are Explicit. So make the axes in `rest` Auto around
-            # the `shard_map`, and Explicit inside.
+            # If a mesh axis is Explicit and not in `axis_names`, JAX 0.10 gathers the arguments and
+            # results of a `shard_map` over this axis. So make the axes in `rest` Auto around the
+            # `shard_map`, and Explicit inside.
             own = jax.tree.map(lambda leaf: _part(jax.typeof(leaf).sharding.spec, rest), batch)
             kept = [_part(spec, rest) for spec in specs]
             f = jax.sharding.explicit_axes(f, axes=rest, in_sharding=(kept, own, whole, whole))

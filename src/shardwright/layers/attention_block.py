@@ -356,8 +356,9 @@ def _project(
     positions: Any,
     state: Any,
 ) -> tuple[list[Any], Any]:
-    """Return queries, keys and values, and their fp8 amaxes. Queries and keys are normalized
-    and rotated.
+    """Return queries, keys and values, and the fp8 amaxes of their projections.
+
+    Queries and keys are normalized and rotated, if the config says so.
 
     Args:
       config: Sizes and options.

@@ -193,7 +193,8 @@ def rules(
 
     Without `rules`, haliax replicates a dim whose name has no rule, even if the name is misspelled.
     To check each array, the first call of `rules` wraps the function of haliax that returns the
-    spec of an array. The check is inactive outside `rules`, and for other mappings.
+    spec of an array. The check is inactive outside `rules`, and for a mapping that the model itself
+    enters.
 
     Args:
       pm: The manager.

@@ -40,7 +40,7 @@ Library = Literal["flax", "nnx", "haliax"]
 
 _ARRAYS = (
     "call interop.flax.arrays instead of nn.unbox: in the state of an optimizer, moments may have "
-    "the box of a parameter with other dims"
+    "the box of a parameter that has other dims"
 )
 _PLACE = (
     "give the variable one name per dim\n"
@@ -89,7 +89,7 @@ class CheckedTable:
           entries: The mesh axes that the library will use for each dim.
           place: The array, for messages.
           known: Other names that the library knows.
-          advice: Further lines of the fix.
+          advice: The first lines of the fix.
 
         Raises:
           UnknownAxisError: The array has names that the model lacks; all are reported at once.
@@ -135,7 +135,7 @@ class CheckedTable:
             )
         own = [(given, counts) for other, given, counts in self.sizes if other == name]
         for given, counts in own:
-            # Two sizes get the same mesh axes if they are multiples of the same counts.
+            # Two sizes get the same mesh axes if the same numbers of shards divide both.
             if any((size % count == 0) != (given % count == 0) for count in counts):
                 what = f"size {size} of {name!r}: the rules were made for size {given}"
                 what += ", which the strategy shards in another way"

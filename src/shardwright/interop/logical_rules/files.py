@@ -13,7 +13,7 @@ from shardwright.strategy.limits import LONGEST_FILE
 
 RULES = "logical_axis_rules"
 REPLICATED_NAMES = "replicated"
-# Keys that are nested deeper than this have no line of their own.
+# Keys that are nested deeper than this are listed without a line.
 _DEEPEST = 4
 _MOST_VALUES = 1_000_000
 
@@ -140,7 +140,9 @@ def _parsed(path: Path, loader_type: Any) -> tuple[Any, Any]:
         if loader is not None:
             loader.dispose()
     if not is_small:
-        what = f"its aliases mean more than {_MOST_VALUES:,} values, or a value contains itself"
+        what = (
+            f"its aliases expand to more than {_MOST_VALUES:,} values, or a value contains itself"
+        )
         raise StrategyError(what, path=path.name, fix="write the values without aliases")
     return root, value
 

@@ -92,7 +92,7 @@ def resized(
     dcn: Mapping[str, int] | None = None,
     axis_types: str | None = None,
 ) -> Imported:
-    """Return an imported strategy with other mesh sizes. One size may be -1. Bridges use this."""
+    """Return an imported strategy with other mesh sizes, for bridges. One size may be -1."""
     from shardwright.strategy.model import Strategy
 
     data: dict[str, Any] = {"mesh": dict(mesh)}

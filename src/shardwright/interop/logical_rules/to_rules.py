@@ -43,7 +43,8 @@ def to_logical_axis_rules(
     If a rule ends in `?`, its last pair has `PartitionSpec.UNCONSTRAINED`, which flax understands.
 
     Under `order = "dims"`, if two dims of an array use the same mesh axis, the earlier dim gets it.
-    A list cannot express this: the name that comes first in `names` gets the mesh axis.
+    A list cannot express this: in the list, the name that comes first in `names` gets the mesh
+    axis.
 
     Under `conflict = "error"`, two dims with the same mesh axis are an error. A library that reads
     the list replicates one of these dims instead. A `UserWarning` tells if LENGTH has a mesh axis
@@ -247,7 +248,7 @@ def _chain(
 def candidate_shards(pm: PartitionManager, name: str, target: Any) -> tuple[int, ...]:
     """Return each number of shards that the rule of a name may give to a dim.
 
-    Two sizes get the same mesh axes if they are multiples of the same numbers of the result.
+    Two sizes get the same mesh axes if the same numbers in the result divide both.
     """
     rule, policy = _rule(pm, *_exported(pm, name, target)), pm.rules.policy
     candidates = [

@@ -40,9 +40,9 @@ def bound(
     """Enter a manager, and let nnx create variables in the sharding of its strategy.
 
     nnx shards a variable when it is created, eagerly or in jit, and maps names by one table without
-    fallbacks. In `bound`, this table gives each name the first candidate of its rule that fits the
-    size. If two dims of a variable then have one mesh axis in common, JAX raises an error. A note
-    on this error lists the mesh axes of each name. The manager and the rules are part of JAX's
+    fallbacks. Inside `bound`, this table gives each name the first candidate of its rule that fits
+    the size. If two dims of a variable then have one mesh axis in common, JAX raises an error. A
+    note on this error lists the mesh axes of each name. The manager and the rules are part of JAX's
     cache keys.
 
     Without `bound`, nnx silently replicates a dim that does not divide, in jit and `nnx.vmap`. To
@@ -178,8 +178,8 @@ def _value(leaf: Any) -> Any:
 def _factored_moments(model: Any, names: Names, params: Any) -> Mapping[str, Any]:
     """Return the annotations of the state of an optimizer by path, if it has factored moments.
 
-    The names of factored moments cannot be used: nnx gives them the names of the parameter, which
-    has more dims.
+    nnx gives a factored moment the names of its parameter, which has more dims. So the names of
+    factored moments cannot be used.
     """
     state = (
         None if isinstance(model, library("flax.nnx").State) else getattr(model, "opt_state", None)

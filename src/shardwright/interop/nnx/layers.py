@@ -87,7 +87,7 @@ class _Block(_Parameters):
             arrays = arrays[part]
         super().__init__(specs, arrays)
         self.path = path
-        # Use a separate stream, as `nnx.Dropout` does: modules do not share a counter.
+        # Use a separate stream, as `nnx.Dropout` does, so that modules do not share a counter.
         self.rngs: Any = _stream(rngs, "dropout").fork() if drops else None
         self.deterministic = False
 

@@ -291,8 +291,7 @@ def check_mask(mask: Any, pairs: tuple[int, ...]) -> None:
     Raises:
       RankMismatchError: The mask does not broadcast to the logits,
         `[batch, heads, q_length, kv_length]`.
-      LayerError: The mask has values other than 0 and 1. A mask that is added to logits has such
-        values.
+      LayerError: The mask has values other than 0 and 1, such as those of an additive mask.
     """
     _check_shape("mask", mask, pairs)
     if mask is None:

@@ -86,7 +86,8 @@ def dense(
     _check_use(recipe, use, tuple(kernels))
     values = [kernel.value if isinstance(kernel, Stored) else kernel for kernel in kernels.values()]
     for (name, kernel), value in zip(kernels.items(), values, strict=True):
-        # Check only whole kernels here: the whole shape of a shard is not known before the gather.
+        # Check only whole kernels here: from a shard, the shape of the whole kernel is known only
+        # after the gather.
         weight = kernel.weight if isinstance(kernel, Stored) else None
         if weight is None or not is_shard(
             weight.shape, weight.axes, role=Role.PARAM, path=weight.path

@@ -135,8 +135,8 @@ class Forward:
 
     Attributes:
       ys: The results.
-      amax_x: Largest absolute value of the input, or None for blocks.
-      amax_kernels: Largest absolute value of each kernel, or Nones for blocks.
+      amax_x: Largest absolute value of the input; None if the recipe has blocks.
+      amax_kernels: Largest absolute value of each kernel; Nones if the recipe has blocks.
       kept: Values that the backward pass needs, or None.
     """
 
@@ -153,7 +153,7 @@ class KernelGradients:
     Attributes:
       x: Gradient of the input.
       kernels: Gradient of each stored kernel.
-      amax: Largest absolute value of the gradient of each result, or None for blocks.
+      amax: Largest absolute value of the gradient of each result; Nones if the recipe has blocks.
     """
 
     x: Any
@@ -247,10 +247,10 @@ def backward(
 
 
 def _scale(call: Fp8Call, x: Any, given: Any, form: str) -> tuple[Any, Any]:
-    """Return the largest absolute value and the scale of an array; Nones for blocks."""
+    """Return the amax and the scale of an array; Nones if the recipe has blocks."""
     if call.blocks:
         return None, None
-    # The amax is taken before the array saturates, also if an older scale is used. So the scales of
+    # The amax is taken before the array saturates, even if an older scale is used. So the scales of
     # later steps can follow values that are clipped in this step.
     amax = largest_absolute(x, pipeline=call.pipeline)
     return amax, scale_of(amax, form) if given is None else given

@@ -237,7 +237,8 @@ class TransformerLayer(Module):  # type: ignore[misc]
       layernorm_type: As in `LayerNorm`.
       layernorm_epsilon: `epsilon` of `LayerNorm`.
       zero_centered_gamma: As in `LayerNorm`.
-      hidden_dropout: Probability of dropping an element before it is added to the residual.
+      hidden_dropout: Probability of dropping an element of a branch, before the branch is added to
+        the residual.
       hidden_dropout_dims: Dims along which all elements share one value of this dropout's mask.
       attention_dropout: As in `DotProductAttention`.
       intermediate_dropout: Probability of dropping a hidden element of the MLP.

@@ -73,7 +73,8 @@ def split_init(init: Any, count: int, *, sequential: bool = False) -> Any:
                 keys.append(own)
         else:
             keys = list(jax.random.split(key, count))
-        # The second-last dim has one index per kernel. A single kernel does not have this dim.
+        # The second-last dim of the stack has the size `count`. A single kernel does not have this
+        # dim.
         each = (*shape[:-2], shape[-1])
         kernels = [one(own, each, dtype) for one, own in zip(inits, keys, strict=True)]
         return jnp.stack(kernels, axis=-2, dtype=dtype)
