@@ -57,7 +57,7 @@ class Sampled:
 
     @property
     def tokens(self) -> jax.Array:
-        """The tokens or codes."""
+        """Tokens, with the codes of errors in the places of tokens."""
         return self.packed[..., 0]
 
     def readable(self) -> Sampled:
@@ -100,8 +100,8 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     # Select by a sum over the vocabulary, because Explicit axes have no gather along rows.
     is_token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == tokens[:, None]
     chosen = jnp.sum(jnp.where(is_token, logits, 0), axis=-1)
-    # These operations round as those of `jax.nn.log_softmax` do. That function would compute all
-    # tokens of the vocabulary, and not only the chosen one.
+    # These operations round as those of `jax.nn.log_softmax` do. That function would compute the
+    # log-probability of every token of the vocabulary, and not only of the chosen one.
     return (chosen - top) - jnp.log(jnp.sum(jnp.exp(logits - top[:, None]), axis=-1))
 
 
@@ -110,19 +110,20 @@ def rules_of(
 ) -> np.ndarray:
     """Return in one array how many tokens each sequence of a batch writes, and how it draws them.
 
-    A call with one array of the host takes less time than a call with five.
+    To pass one NumPy array to a compiled call takes less time than to pass five.
 
     Args:
       batch: Number of sequences.
-      sampling: Sampling by sequence. Sequences that are not in it take the most likely token.
-      limits: Largest number of tokens by sequence. Sequences that are not in it write none.
+      sampling: Sequence -> its `Sampling`. Other sequences take the most likely token.
+      limits: Sequence -> largest number of tokens that it may write. Other sequences write none.
 
     Returns:
       `[5, batch]` uint32: limit, temperature, top_k, top_p and seed. The temperature and top_p are
       stored as the bits of float32 numbers. `limits_of` and `draw_of` read the array.
     """
     rules = np.zeros((5, batch), np.uint32)
-    # Both arrays share memory: a float that is written to one is read as bits from the other.
+    # `floats` shares the memory of `rules`: a float written to `floats` is read as bits from
+    # `rules`.
     floats = rules.view(np.float32)
     for at, each in sampling.items():
         rules[0, at] = limits.get(at, 0)
@@ -133,7 +134,7 @@ def rules_of(
 
 
 def limits_of(rules: jax.Array) -> jax.Array:
-    """Return `[batch]` int32: the largest number of tokens of each sequence."""
+    """Return `[batch]` int32: the largest number of tokens that each sequence may write."""
     return rules[0].astype(jnp.int32)
 
 
@@ -144,7 +145,7 @@ def draw_of(rules: jax.Array, index: jax.Array) -> Draw:
       rules: As `rules_of` returns them.
       index: As in `Draw`.
     """
-    # Rows 0, 2 and 4 hold integers, and are not read as floats.
+    # Only rows 1 and 3 of `floats` are read: the other rows hold integers.
     floats = jax.lax.bitcast_convert_type(rules, jnp.float32)
     return Draw(
         temperature=floats[1],
@@ -168,12 +169,13 @@ def sample(logits: jax.Array, draw: Draw, *, is_greedy: jax.Array | None = None)
         compute it from `draw` would take a collective.
 
     Returns:
-      `[batch]` int32 tokens. A token is -1 if one of its logits is NaN or +inf, or all are -inf.
+      `[batch]` int32 tokens. A sequence gets -1 if one of its logits is NaN or +inf, or if all are
+      -inf.
     """
     logits = logits.astype(jnp.float32)
     most_likely = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # Sorting a vocabulary takes longer than the rest of a small model. So a batch that only needs
-    # the most likely tokens does not sort.
+    # To sort the logits takes longer than all other work of a small model. So a batch that only
+    # needs the most likely tokens does not sort.
     if is_greedy is None:
         is_greedy = jnp.all(draw.temperature == 0)
 
@@ -201,7 +203,7 @@ def _draw(logits: jax.Array, draw: Draw) -> jax.Array:
 
 
 def keep(chances: jax.Array, *, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Return `[vocab]` bool: which tokens may be sampled. The first token is always among them.
+    """Return `[vocab]` bool: which tokens may be sampled. The most likely token always may.
 
     Args:
       chances: `[vocab]` probabilities, in descending order.
@@ -210,7 +212,7 @@ def keep(chances: jax.Array, *, top_k: jax.Array, top_p: jax.Array) -> jax.Array
     """
     rank = jnp.arange(chances.size)
     # float32 may round a small top_p to 0, so the first token is always kept. For top_p = 1, all
-    # tokens are kept, even if the sum rounds up to 1 before the last token. For each token, compare
-    # the sum of the probabilities before it, so that the token at which the sum reaches top_p is
-    # kept: nucleus sampling (https://arxiv.org/abs/1904.09751).
+    # tokens are kept, even if the sum rounds up to 1 before the last token. As in nucleus sampling
+    # (https://arxiv.org/abs/1904.09751), keep a token if the probabilities before it sum to less
+    # than top_p: the token at which the sum reaches top_p is then kept.
     return (rank < top_k) & ((rank == 0) | (top_p >= 1) | (jnp.cumsum(chances) - chances < top_p))

@@ -1,8 +1,8 @@
 """Decide which request gets which slot, and when. This needs no arrays and no devices.
 
-A request waits in the queue until a slot is free and there is room for its rows. Then its prompt is
-read in chunks, in a row of the prefill batch. Then the request decodes in its slot, a token per
-step. Requests are admitted strictly in the order in which they came.
+A request waits in the queue until a slot is free and the caches have room for its tokens. Then its
+prompt is read in chunks, in a row of the prefill batch. Then the request decodes in its slot, a
+token per step. Requests are admitted strictly in the order in which they came.
 
 Prompts share the rows round-robin. If other prompts wait for a row, a prompt leaves its row after a
 few chunks. The part that was read stays in the slot of the prompt until the prompt gets a row
@@ -32,15 +32,15 @@ class Scheduler:
 
     Attributes:
       limits: The limits that jobs share.
-      space: Where the rows of jobs live.
+      space: Which slots or pages hold the tokens of jobs.
       inbox: Submitted jobs, which join the queue at the next call. Any thread may add jobs.
       queue: Waiting jobs, in order of arrival.
       rowless: Jobs with a slot that wait for a row, in the order in which they get rows.
       rows: Jobs by row of the prefill batch.
       slots: Jobs by slot, from admission on.
       dirty_rows: Rows whose tokens belong to no job.
-      dirty_slots: Slots to empty. There are none if prompts are read in place.
-      preempted: How often a job was preempted.
+      dirty_slots: Slots to empty. There are none if prompts are read directly into pages.
+      preempted: Number of preemptions, over all jobs.
       settle: Function that fetches the results of the calls in flight. It is called before a job is
         preempted, because the results may end jobs, and because a preempted job cannot continue
         unless its tokens are known.
@@ -105,7 +105,7 @@ class Scheduler:
         return admitted
 
     def expired(self) -> list[RowMove]:
-        """Return the jobs that must leave their rows to jobs that find no free row."""
+        """Return the jobs that must give up their rows, because other jobs find no free row."""
         wanted = len(self.rowless) - len(self._free_rows())
         if self.limits.quantum is None or wanted <= 0:
             return []
@@ -208,7 +208,8 @@ class Scheduler:
         """Return how many tokens of a job are in its cache after the calls in flight."""
         if job.phase is not Phase.DECODING:
             return job.read
-        # The last token of a text is not cached. A prompt that was just read has no text yet.
+        # The last sampled token is not cached: the next step reads it. If no token is sampled yet,
+        # the cache holds the whole prompt.
         sampled = len(job.written) + job.in_flight
         return len(job.request.prompt) + max(sampled - 1, 0)
 
@@ -218,7 +219,7 @@ class Scheduler:
             self.space.wrote(job, self.cached(job))
 
     def left(self, job: Job, most: int) -> int:
-        """Return how many tokens a job gets in a call that gives at most `most` tokens."""
+        """Return how many tokens a job gets in a call that gives each job at most `most`."""
         left = job.request.max_new_tokens - len(job.written) - job.in_flight
         return min(most, left)
 
@@ -373,7 +374,7 @@ def stopped_by(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
 
 def may_begin(tokens: Sequence[int], stop: Sequence[Sequence[int]]) -> int:
     """Return how many of the last tokens are the beginning of a stop sequence."""
-    # `stopped_by` finds whole stop sequences, so look only for the beginning of a longer one.
+    # `stopped_by` finds whole stop sequences, so here a stop sequence must be longer than `count`.
     longest = max((len(sequence) for sequence in stop), default=0)
     for count in range(min(longest, len(tokens)), 0, -1):
         end = tuple(tokens[-count:])

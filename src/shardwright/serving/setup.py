@@ -34,10 +34,10 @@ class Setup:
       shape: Sizes of the keys and values that the model stores in a cache.
       kind: Kind of the caches of the slots.
       options: Options of that kind of cache.
-      slots: Sequences that are decoded together.
+      slots: Number of sequences that are decoded together.
       capacity: Rows per slot.
-      prefill_rows: Prompts that are read together.
-      chunk: Tokens of a prompt that are read in one step.
+      prefill_rows: Number of prompts that are read together.
+      chunk: Number of tokens of a prompt that are read in one step.
       decode_steps: Largest number of tokens that a slot gets in one call.
       device: The device of the caches, if there is no manager. None leaves the choice to JAX.
     """
@@ -68,7 +68,7 @@ class Setup:
 
     @property
     def shares_mesh(self) -> bool:
-        """Whether prefill is on the mesh of the slots."""
+        """Whether prefill runs on the mesh of the slots."""
         if self.manager is None or self.prefill_manager is None:
             return True
         return bool(self.manager.mesh == self.prefill_manager.mesh)
@@ -157,7 +157,7 @@ def on_device(tree: T, device: jax.Device | None) -> T:
 
 @contextlib.contextmanager
 def _naming(argument: str, size: int) -> Iterator[None]:
-    """Name the argument of the engine in an error about a batch that does not divide."""
+    """Name the argument of the engine in an error about a batch size that shards do not divide."""
     try:
         yield
     except ShardingError as error:

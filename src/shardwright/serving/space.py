@@ -1,4 +1,4 @@
-"""Record where the rows of requests are: in slots of a fixed size, or in pages. Needs no devices.
+"""Record where the tokens of requests are: in slots of a fixed size, or in pages. Needs no devices.
 
 A `SlotSpace` reserves rows, or pages, for the longest possible text of a request, so that they
 cannot run out later. Prompts are read in a prefill batch and copied to their slots. A `PageSpace`
@@ -133,7 +133,7 @@ class PageSpace:
         """Do nothing, because pages need not be emptied."""
 
     def adopt(self, job: Job) -> int:
-        """Share pages that hold the next tokens of a prompt. Return how many tokens are then read.
+        """Reuse pages that hold the next tokens of a prompt. Return how many tokens are then read.
 
         See `Pages.adopt`.
         """

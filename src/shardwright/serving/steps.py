@@ -3,8 +3,8 @@
 `prefill` reads a chunk of every prompt into a row of the prefill batch. `insert` copies each
 completely read prompt into its slot. If a prompt was read only in part, `park` copies it into its
 slot, and `resume` copies it back. `decode` gives every active slot its next token. `clear` and
-`clear_slots` empty rows and slots. `prefill_pages` and `decode_pages` read and decode in pages that
-the host assigns, where nothing has to be inserted or cleared. No shape depends on the number of
+`clear_slots` empty rows and slots. `prefill_pages` and `decode_pages` do the same in pages that the
+host assigns; there, nothing has to be inserted or cleared. No shape depends on the number of
 sequences, so nothing is compiled twice.
 """
 
@@ -65,8 +65,8 @@ class CacheShape:
       kv_heads: Number of heads of keys and values.
       head_dim: Size of a key.
       v_dim: Size of a value. None means `head_dim`.
-      dtype: Dtype of keys and values, as the model computes them.
-      window: Number of positions that attention sees. None means all.
+      dtype: Dtype in which the model computes keys and values.
+      window: Number of positions that a query sees. None means all.
     """
 
     layers: int
@@ -178,7 +178,8 @@ def _check_caches(new: Any, old: Caches) -> None:
             "the model returned other caches than it was given", path="model", fix=_RETURN
         )
     for layer, (after, before) in enumerate(zip(new, old, strict=True)):
-        # An append always makes a new array `length`, even if it appends only padding.
+        # An append always makes a new array `length`, even if it appends only padding. So the same
+        # array means that the model did not append.
         if after.length is before.length:
             raise ServingError(
                 f"the model returned the cache of layer {layer} unchanged, without the tokens",
@@ -242,13 +243,14 @@ def insert(
     """
     mode = slots.caches[0].spec.mode
     into, first = replicated((entries[0], entries[1]), mode)
-    # Replace the code of an error by token 0: the host will read the code, and end the request.
+    # Replace the code of an error by token 0, because a code must not be looked up in the
+    # embedding. The host will read the code from `following`, and end the request.
     first = jnp.maximum(jnp.where(first < 0, replicated(following.tokens, mode), first), 0)
     caches, codes = _replaced(slots.caches, source, into)
     refused = replicated(codes, mode)
     # A slot that refused its prompt must not become active.
     into = jnp.where(refused == 0, into, slots.ends.shape[0])
-    # Every device knows all new tokens and sets the tokens of its slots, so no slot is sent.
+    # Every device has all new tokens and sets those of its own slots, so nothing is sent.
     named = into[:, None] == jnp.arange(slots.ends.shape[0], dtype=jnp.int32)
     last = by_slot(jnp.max(jnp.where(named, first[:, None], 0), axis=0), mode)
     is_new = by_slot(jnp.any(named, axis=0), mode)[:, None]
@@ -290,8 +292,8 @@ def resume(rows: Caches, source: Caches, slots: jax.Array) -> tuple[Caches, jax.
         # Other slots are not read, because a copy of the rows of all slots may not fit into memory.
         named = tuple(cache.only(slots) for cache in source if isinstance(cache, PagedCache))
         return _replaced(rows, named, jnp.where(slots < batch, own, count))
-    # `insert` needs the target of each row of the source, so invert the map. Slots that are not
-    # named get the target `count`, which is no row.
+    # `insert` needs the target of each row of the source, so invert `slots`. Slots that `slots`
+    # does not name get the target `count`, which is no row.
     into = jnp.full(batch, count, jnp.int32).at[slots].set(own, mode="drop")
     rows, codes = _replaced(rows, source, into)
     codes = replicated(codes, rows[0].spec.mode)
@@ -401,7 +403,7 @@ def prefill_pages(
 
     Args:
       model: The model.
-      spec: Spec of a cache with this batch.
+      spec: Spec of a cache for `batch`.
       pools: Donated.
       last: `[slots]` int32, the latest token of each slot. Donated.
       params: Weights.
@@ -434,7 +436,7 @@ def decode_pages(
 
     Args:
       model: The model.
-      spec: Spec of a cache with this batch.
+      spec: Spec of a cache for `batch`.
       most: Largest number of tokens that a slot gets in one call.
       pools: Donated.
       last: `[slots]` int32, the latest token of each slot. It is read for the slots whose latest

@@ -67,7 +67,8 @@ class StepLock:
         try:
             self.calls.compare()
         except AgreementError:
-            # The processes have not agreed on these cancels, so none may take effect here.
+            # The processes have not agreed on which requests to cancel, so none may be canceled
+            # here.
             self._loop.drop_requested()
             raise
         self._loop.step()

@@ -185,7 +185,8 @@ def move_weights(new: Any, old: Any, *, name: str, piece: int | str, donate: boo
         leaves = [others[at] if at in placed else next(rest) for at in range(len(given))]
         return jax.tree.unflatten(structure, leaves)
 
-    # JAX takes None as an empty tree, so the plan has only the other leaves, with their own paths.
+    # JAX takes None as an empty tree, so the plan has only the leaves that are not in `placed`,
+    # with their own paths.
     planned = [None if at in placed else leaf for at, leaf in enumerate(given)]
     tree, shardings = (jax.tree.unflatten(structure, part) for part in (planned, targets))
     plan = plan_moves_of(tree, shardings, piece=piece, donate=donate, dtype=dtype)
@@ -200,7 +201,7 @@ def move_weights(new: Any, old: Any, *, name: str, piece: int | str, donate: boo
 
 @contextlib.contextmanager
 def resumable(complete: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace the tree of a `MoveError` by the whole tree that the caller can pass again."""
+    """In a `MoveError`, replace the tree of one move by the whole tree, to be passed again."""
     try:
         yield
     except BaseException as error:
@@ -211,7 +212,7 @@ def resumable(complete: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def _target(old: Any) -> NamedSharding | None:
-    """Return the sharding to which a weight moves by a plan.
+    """Return the sharding to which a plan moves a weight.
 
     Return None if the weight is placed without a plan.
     """
@@ -241,7 +242,8 @@ def _place(leaf: Any, old: Any) -> Any:
 def _as_served(new: jax.Array, old: jax.Array) -> jax.Array:
     """Return a moved weight. If the old weight is on a single device, remove the mesh."""
     if isinstance(old.sharding, SingleDeviceSharding):
-        # Remove the mesh from the array's type, without a copy: jit compiles for each type.
+        # Remove the mesh from the array's type, without a copy. With another type, jit would
+        # compile its functions again.
         single: jax.Array = jax.device_put(new.addressable_shards[0].data, old.sharding)
         return single
     return new

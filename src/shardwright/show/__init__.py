@@ -4,5 +4,5 @@ Each class whose values are shown has one function here. The packages of these c
 `show`: a value asks `vocabulary/shown.py` for its function. There, `shardwright/__init__` has
 registered the file that has the function of each class. The file is imported when the first value
 of the class is shown, so `show/__init__.py` imports nothing. One-line texts that errors quote, such
-as the text of a rule, do not belong here: they stay with their value.
+as the text of a rule, do not belong here: they stay in the file of their class.
 """

@@ -47,7 +47,7 @@ def changes_text(comparison: PlanComparison, *, rows: int | None = None, width: 
 
 
 def _moved_lines(comparison: PlanComparison) -> list[str]:
-    """Return one line with the source lines whose numbers changed; empty if there are none."""
+    """Return one line of text: the source lines that have new line numbers. Empty if none has."""
     places = [_place_text(old, new) for old, new in comparison.moved.items()]
     more = f" and {len(places) - _MOVED} more" if len(places) > _MOVED else ""
     return [f"moved: {', '.join(places[:_MOVED])}{more}"] if places else []

@@ -219,9 +219,9 @@ def _tensors(
 
     Arrays of one row differ only in the numbers in their paths, such as the number of the layer.
     """
-    # Candidates may share one report of a walk, which then names the rules of another candidate. So
-    # take the decisions from the candidate's own manager. `zip` leaves out the gradients, which
-    # come after the arguments.
+    # Candidates that differ only in the order of mesh axes share one report, with the rules of the
+    # candidate that was walked. So take the decisions from the candidate's own manager. `zip`
+    # leaves out the gradients, which come after the arguments.
     given = read_arguments(manager, program)
     rows: dict[tuple[Any, ...], list[StateLeaf]] = {}
     for leaf, source in zip(report.state.leaves, given, strict=False):
@@ -288,7 +288,7 @@ def _annotated(
 
 
 def _decision(decision: DimDecision) -> dict[str, Any]:
-    """Return the axis, mesh axes, rule, place and reason of a dim."""
+    """Return the axis and the mesh axes of a dim, the rule, its place in a file, and the reason."""
     return {
         "axis": decision.label,
         "over": list(decision.mesh_axes),
@@ -301,7 +301,7 @@ def _decision(decision: DimDecision) -> dict[str, Any]:
 def _decisions(
     source: ShardingRequest | NamedSharding | None, leaf: StateLeaf, manager: PartitionManager
 ) -> list[dict[str, Any]]:
-    """Return a decision for each dim of an argument, also if it has a sharding of its own."""
+    """Return a decision for each dim of an argument, even if the argument has its own sharding."""
     if isinstance(source, ShardingRequest):
         return [_decision(decision) for decision in manager.answer(source).decisions]
     spec = () if leaf.bytes.spec is None else leaf.bytes.spec.partitions

@@ -55,7 +55,7 @@ def html_table(
 
     body = "".join(line("td", row) for row in rows)
     table = f"<thead>{line('th', head)}</thead><tbody>{body}</tbody></table>"
-    # On a page, a table that is wider than the window scrolls by itself.
+    # On a page, a table that is wider than the window has a scroll bar of its own.
     return f"<table {_TABLE}>{table}" if inline else f'<div class="wide"><table>{table}</div>'
 
 

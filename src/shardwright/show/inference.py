@@ -51,7 +51,7 @@ def table_text(inferred: Inferred, *, width: int, is_summary: bool) -> str:
     Args:
       inferred: The result.
       width: Characters per line.
-      is_summary: Leave out entries without guesses and without open dims, which have no name.
+      is_summary: Leave out entries that have neither guesses nor open dims (dims without a name).
     """
     rules = list(path_rules(inferred))
     if is_summary:
@@ -140,7 +140,7 @@ class PathRule:
     Attributes:
       pattern: Regular expression of the paths.
       label: The path as people read it, with `*` for any number.
-      dims: The dims of the first array.
+      dims: The dims of the array, or of the first array if the rule covers several.
       arrays: Number of arrays.
     """
 
@@ -175,7 +175,7 @@ def path_rules(inferred: Inferred) -> Iterator[PathRule]:
 def _counting(paths: Sequence[str], rows: Mapping[str, ReportRow]) -> frozenset[int]:
     """Return the positions, in similar paths, of the numbers that affect no shape and no axis."""
     every = frozenset(range(len(_NUMBER.findall(paths[0]))))
-    # First try all numbers, then all but one, and leave out the last number first. In
+    # First try all numbers, then all but one: first without the last number, because in
     # `layers/3/heads/0/w` the layers usually agree, and the heads of a layer may differ.
     for candidate in (every, *(every - {at} for at in sorted(every, reverse=True))):
         meanings: dict[str, set[Any]] = {}

@@ -255,7 +255,8 @@ def event_row(events: Sequence[Event]) -> tuple[str, ...]:
 def time_rows(time: TimeRange, layout: Layout) -> list[tuple[str, float, float, str]]:
     """Return each part of an estimate: name, fewest and most seconds, and the assumption."""
     chip = layout.topology.chip
-    # GPUs have other rates for float8 and float32; `estimate_time` uses them.
+    # For GPUs, the text names only the rate of bfloat16. `estimate_time` also uses those of float8
+    # and float32.
     kind = " in bfloat16" if chip.domain else ""
     parts = [
         ("matmuls", time.matmuls, f"{chip.flops / 1e12:g} TFLOP/s{kind}, at 100% to 50%"),

@@ -217,7 +217,7 @@ _ROW: Final = 24
 
 
 def bars(values: Mapping[str, float], text: Callable[[float], str], *, label: str) -> str:
-    """Return one bar per name, from zero.
+    """Return a picture with one bar per name. All bars begin at zero.
 
     Args:
       values: Name -> value.

@@ -114,7 +114,7 @@ def _rate_text(candidate: Candidate, mode: str) -> str:
 
 
 def _count_text(count: float) -> str:
-    """Return a number with three digits: 1,230,000."""
+    """Return a number rounded to three significant digits, such as 1,230,000."""
     # A negative number of digits rounds to tens, hundreds and so on.
     digits = max(0, len(str(round(count))) - 3)
     return f"{round(count, -digits):,.0f}"
@@ -153,7 +153,7 @@ def verified_text(verified: Sequence[VerifiedCandidate], *, width: int = WIDTH) 
 
 
 def candidate_rows(shown: Sequence[Candidate]) -> list[list[str]]:
-    """Return candidates as rows below a head. Columns that no candidate needs are left out."""
+    """Return candidates as rows below a head. Leave out columns that no candidate fills."""
     modes = list(shown[0].reports)
     times = ["time" if len(modes) == 1 else f"{mode_name(mode)} time" for mode in modes]
     head = ["variant", "strategy", "mesh", "settings", *times, "memory per device", "sent"]
@@ -174,7 +174,7 @@ def candidate_rows(shown: Sequence[Candidate]) -> list[list[str]]:
 
 def _row(candidate: Candidate) -> list[str]:
     reports = candidate.reports.values()
-    # All modes share the mesh, so the mode that needs most memory decides.
+    # All modes run on one mesh, so show the memory of the mode that needs most.
     low = max(report.memory.low for report in reports)
     fits = "yes" if candidate.verdict is Verdict.FITS else "close"
     return [

@@ -31,7 +31,7 @@ def table(
     Args:
       rows: Rows with the same number of cells.
       indent: Text in front of every line.
-      width: Characters per line, indent included. Only a line whose words do not fit is longer.
+      width: Characters per line, indent included. A line is longer only if its words do not fit.
       prose: The column that wraps before any other column, or None.
       whole: Columns that never wrap.
 
@@ -135,7 +135,7 @@ def wrap(text: str, width: int, *, first: str = "", rest: str = "") -> list[str]
 
     Args:
       text: One paragraph.
-      width: Characters per line. Only a line that is one longer word is longer.
+      width: Characters per line. A line is longer only if it is a single word.
       first: Text in front of the first line.
       rest: Text in front of all other lines.
 

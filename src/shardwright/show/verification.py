@@ -16,7 +16,7 @@ from shardwright.vocabulary.units import bytes_text
 MEMORY_HEAD = ("on each device", "planned", "compiled", "")
 SENT_HEAD = ("over", "collective", "planned", "compiled", "")
 _VISIBLE = 0.0005  # smallest share that rounds to 0.1%
-_SHOWN = 3  # source lines of one reason
+_SHOWN = 3  # number of source lines shown with a reason
 
 
 def verification_text(verification: Verification, *, width: int = WIDTH) -> str:
@@ -75,7 +75,7 @@ def memory_rows(verification: Verification) -> Iterator[tuple[str, ...]]:
     if compiled.peak is None:
         return
     low, high = report.memory.low, report.memory.high
-    # An upper end is not 0, because a program holds its arguments. A lower end may be 0.
+    # Dividing by `high` is safe: a program holds its arguments, so `high` is not 0. `low` may be 0.
     above, below = compiled.peak / high - 1, 1 - compiled.peak / max(low, 1)
     if above >= _VISIBLE:
         remark = f"{above:.1%} above the range"

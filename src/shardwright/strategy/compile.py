@@ -101,7 +101,7 @@ def _memory_rules(data: Mapping[str, Any], origin: KeySources) -> list[MemoryRul
         (("memory", "tensors", str(at)), entry, MODES)
         for at, entry in enumerate(memory.get("tensors", ()))
     ]
-    # In insert, its own table is tried first, then the table of decode.
+    # In the mode insert, the table of insert is tried first, then the table of decode.
     for mode, applies in (
         ("train", (MODE_TRAIN,)),
         ("prefill", (MODE_PREFILL,)),

@@ -28,7 +28,8 @@ def read(path: Path, *, preset: str = "Strategy.preset({!r})") -> Parsed:
 
     Args:
       path: The file.
-      preset: How the caller writes the name of a preset. The fix of a missing file shows this.
+      preset: Format of a text that names a preset, such as `write {}`. If a preset has the name of
+        a missing file, the fix has this text.
     """
     format = path.suffix.lstrip(".")
     if not format and path.name in preset_names():
@@ -74,14 +75,14 @@ def preset_names() -> tuple[str, ...]:
 
 
 def file_to_edit(name: str, source: str) -> str:
-    """Return, as text, the file in which the user of a strategy changes rules.
+    """Return how messages name the file in which the user of a strategy changes rules.
 
     Args:
       name: Name of the strategy.
       source: The file of the strategy, or the last file of an overlay. Empty if the strategy was
         not read from a file.
     """
-    # The file of a preset is part of the package.
+    # Users do not edit the file of a preset: it is part of the package.
     if name in preset_names() and source == f"{name}.toml":
         return f'a file with base = "{name}"'
     return source or "the strategy"
@@ -111,7 +112,7 @@ def parse_strategy(text: str, *, format: str, source: str) -> Parsed:
 
 
 def parse(text: str, *, format: str, source: str, example: str = '{"version": 1}') -> Parsed:
-    """Parse TOML or JSON text into data and the origin of each key. `example` is a correct text."""
+    """Parse TOML or JSON text into data and the origin of each key. A fix shows `example`."""
     _check_format(format, source, fix='pass format="toml" or format="json"')
     if not isinstance(text, str):
         fix = "pass the text of a file; Strategy.load(path) reads one"
@@ -148,7 +149,7 @@ def parse(text: str, *, format: str, source: str, example: str = '{"version": 1}
     lines = toml_lines(text) if format == "toml" else json_lines(text)
     origin: KeySources = {(): source}
     for path, line in lines:
-        # Store the line under the key as written, and under the name of the axis in files.
+        # Store the line under the key as written, and under the name that files use for the axis.
         origin[path] = origin[(*path[:-1], file_name(canonical_axis(path[-1])))] = (
             f"{source}:{line}"
         )

@@ -587,8 +587,8 @@ class Strategy(BaseModel):
         The order of the mesh axes decides where each device is. Under `order = "rules"` the order
         of the rules is part of the value too.
         """
-        # `dict(self.rules)` joins interleaved chains. The joined chains mean the same unless `order
-        # = "rules"`.
+        # If chains of candidates interleave (`strategy.chains`), `dict(self.rules)` joins the parts
+        # of each chain. How the tables divide a chain matters only under `order = "rules"`.
         keys = self.model_dump() | {"rules": dict(self.rules), "params": dict(self.params)}
         order: tuple[Any, ...] = ()
         if self.policy.order == "rules":

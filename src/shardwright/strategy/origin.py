@@ -33,6 +33,6 @@ def problem_at(
     rule: object = "",
     edit: Rename | None = None,
 ) -> Problem:
-    """Return a problem of a key. `rule` is the rule that the key has in the file."""
+    """Return a problem of a key. `rule` is the rule that the file has under this key."""
     line = where(path, origin)
     return Problem(error=error, what=what, path=line, rule=str(rule), fix=fix, edit=edit)

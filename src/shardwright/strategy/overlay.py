@@ -40,8 +40,8 @@ def overlay(
     data, origin = merge(base, other), merge_origin(below, above, other)
     for name in chains.ARRAYS:
         tables = base.get(name), other.get(name)
-        # `merge` has overlaid two plain tables correctly. In an array, the order of entries
-        # matters.
+        # `merge` has overlaid two plain tables correctly. If one is an array, overlay both again,
+        # because the order of the entries matters.
         if None in tables or not any(isinstance(table, list) for table in tables):
             continue
         data[name], sources = chains.overlaid(name, *tables, below=below, above=above)

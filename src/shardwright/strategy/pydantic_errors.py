@@ -113,7 +113,7 @@ def _explain_choice(entry: Any, path: KeyPath) -> tuple[str, str]:
 
 
 def _fix_for_text(value: Any, path: KeyPath) -> str:
-    """Return how to write a value as text.
+    """Return the fix of a value that must be text.
 
     For a list of mesh axes, show the rules that the user may have meant.
     """

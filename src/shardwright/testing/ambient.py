@@ -37,7 +37,7 @@ def isolated() -> Iterator[None]:
 
 
 def _take_back(depth: int, mesh: Mesh, legacy: int) -> list[str]:
-    """Restore the ambient mesh and managers. Return a text with a fix for each one left behind."""
+    """Restore the ambient mesh and managers. Return a text with a fix for each that was left."""
     leftovers = []
     while context.depth() > depth:
         leftovers.append(

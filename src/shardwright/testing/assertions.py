@@ -36,7 +36,7 @@ Count = int | range
 
 
 def assert_sharding(x: Any, expected: Any) -> None:
-    """Assert that arrays have the expected shardings. Equivalent specs are equal.
+    """Assert that arrays have the expected shardings. Equivalent specs count as equal.
 
     `assert_sharding(step(params, batch), state_shardings)`, `assert_sharding(y, P("dp"))`.
 
@@ -106,12 +106,13 @@ def assert_max_replicated(
       x: an array or a tree of arrays. With `shardings`, leaves need only a shape and a dtype.
       shardings: a tree of shardings. One entry may cover a whole subtree. Defaults to the
         shardings of the arrays.
-      bytes: limit for the copies, in bytes over all devices. Full sharding would need no copies.
-      fraction: limit for the copies as a fraction of all bytes held. Eight devices that hold the
-        same array give 7/8.
+      bytes: limit for the copies, in bytes over all devices. A fully sharded array has no copies.
+      fraction: limit for the copies as a fraction of all bytes held. If eight devices hold the same
+        array, the fraction is 7/8.
 
     Raises:
-      AssertionError: there are more copies. The message lists the arrays with most copies first.
+      AssertionError: there are more copies than the limit. The message lists the arrays with most
+        copies first.
       TypeError: `bytes` and `fraction` are both given, or neither is.
       ValueError: `fraction` is below 0 or above 1, or `bytes` is below 0.
       StrategyError: a leaf has no sharding, there are no leaves, or no leaf is placed on a mesh.
@@ -208,7 +209,7 @@ def assert_collectives(
       TypeError: no kind and no bytes are named, or a count is neither an integer nor a range.
       ProgramError: the program cannot be read.
       MeshSpecError: the mesh of the program is not known.
-      UnknownAxisError: `axis` is not an axis of the mesh, nor a semantic axis on it.
+      UnknownAxisError: `axis` is neither a mesh axis nor a semantic axis that is sharded over one.
     """
     __tracebackhide__ = True
     counts = (
@@ -277,7 +278,7 @@ def assert_no_collectives(
       AssertionError: a collective runs.
       ProgramError: nothing is sharded, or the program cannot be read.
       MeshSpecError: the mesh of the program is not known.
-      UnknownAxisError: `axis` is not an axis of the mesh, nor a semantic axis on it.
+      UnknownAxisError: `axis` is neither a mesh axis nor a semantic axis that is sharded over one.
     """
     __tracebackhide__ = True
     compiled = read_program(program, args, mesh=mesh, manager=manager)

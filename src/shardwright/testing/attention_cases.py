@@ -42,12 +42,12 @@ class Case:
 
     Attributes:
       name: Name in test ids.
-      mode: Runtime mode. A training case runs in prefill too.
+      mode: Runtime mode. A case of the mode `train` also runs in `prefill`.
       options: Static arguments of `dot_product_attention`.
       arrays: Names of the arrays other than q, k and v.
       stored: Dtype of quantized k and v, or None.
-      coarse: Whether q and k are multiples of 1/4. Every implementation then rounds the sum of a
-        score and a bias in the same way.
+      coarse: Whether the elements of q and k are multiples of 1/4. Every implementation then rounds
+        the sum of a score and a bias in the same way.
       spread: Standard deviation of the scores, `scale * q k^T`.
       slack: Factor by which the tolerances are multiplied.
     """
@@ -383,7 +383,7 @@ CASES = (
         arrays=("hiding_bias",),
     ),
     # Large logits reveal an operand that is scaled and then rounded. The head dims 80 and 128 have
-    # scales that are not powers of two. In bfloat16, an implementation needs the slack if its
+    # scales that are not powers of two. In bfloat16, an implementation needs `slack` if its
     # backward pass reads the rounded output.
     *(
         Case(

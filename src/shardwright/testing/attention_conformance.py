@@ -30,8 +30,8 @@ from shardwright.testing.attention_cases import AXIS_TYPES, CASES, DTYPES, MESHE
 from shardwright.testing.meshes import cpu_mesh
 
 # On a CPU, optimizing a program takes five times as long as everything else, and each program runs
-# once. Compiling a program in one piece is less work. Before JAX 0.11, compiling without fusion
-# emitters takes half the time.
+# once. So do not optimize, and compile each program in one piece, which is less work. Before JAX
+# 0.11, compiling without fusion emitters takes half the time.
 QUICK: Final[dict[str, bool | int]] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
@@ -163,8 +163,8 @@ class AttentionConformance:
         cells = []
         for number, case in enumerate(CASES):
             for which in range(2):
-                # 7 meshes and 4 combinations have no common factor, so every pair of them occurs in
-                # the first 28 cases.
+                # 7 meshes and 4 combinations have no common factor, so every mesh meets every
+                # combination in the first 28 cases.
                 at = (2 * number + which + 1) % len(names)
                 dtype, axis_types = combinations[(number + 3 * which) % len(combinations)]
                 cells.append(

@@ -1,7 +1,7 @@
 """The oracle of attention: the definition in NumPy and float64, forward and backward.
 
 Only the bias is added in float32, as in every implementation: the sum of -1e9 and a score is then
--1e9. A bias of at most -2e38 hides its pair of query and key, like False in a mask.
+-1e9. A bias of at most -2e38 hides its key from its query, like False in a mask.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 from shardwright.attention.call import Arithmetic, Operands
 from shardwright.attention.parts.dropout import keep_factors
 
-# A bias of at most this number hides its pair. `masks` has the same bound; it is repeated here, so
-# that the oracle is independent.
+# A bias of at most this number hides its key from its query. `masks` has the same bound; it is
+# repeated here, so that the oracle is independent.
 _HIDING = np.float32(-2e38)
 
 
@@ -70,7 +70,7 @@ def backward(operands: Operands, recipe: Arithmetic, *, do: Any, dlse: Any) -> d
     if recipe.softcap is not None:
         # The derivative of tanh is 1 - tanh**2, and tanh is `logits / softcap`.
         dlogits = dlogits * (1.0 - np.square(softmax.logits / recipe.softcap))
-    # The scale comes before the bias and the softcap, so it applies only to the scores.
+    # Only the scores are multiplied by the scale: the bias and the softcap come after it.
     dscores = dlogits * recipe.scale
     grads = {
         "q": np.einsum("bhts,bshd->bthd", dscores, k),

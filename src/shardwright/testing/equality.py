@@ -204,7 +204,7 @@ def _run(f: Callable[..., Any], grad: bool) -> Callable[..., Any]:
 def _direction(array: Any) -> Any:
     """Return distinct numbers between -1 and 1 in the shape, dtype and sharding of an array."""
     # Equal weights would not detect two swapped elements. On Explicit meshes the type of a
-    # cotangent includes the sharding of its result.
+    # cotangent includes the sharding of its result, which `ones_like` keeps.
     ones = jnp.ones_like(array)
     for dim in range(array.ndim):
         ones = ones * jnp.cos(
@@ -283,7 +283,7 @@ def _row(
         # the limit is relative to the largest value of the array, not to each value.
         finite = np.abs(b[np.isfinite(b)])
         # A complex number rounds like its two parts. Types that `_RTOL` lacks, such as float8, have
-        # at most three bits of mantissa.
+        # at most three bits of mantissa, so allow 0.1.
         relative = _RTOL.get(str(np.zeros((), array.dtype).real.dtype), 0.1)
         allowed += (relative if rtol is None else rtol) * float(finite.max(initial=0.0))
     same = (a == b) | (np.isnan(a) & np.isnan(b))

@@ -30,8 +30,8 @@ from shardwright.trees.paths import path_text
 
 _NAME = re.compile(r"[\w.,=+-]+")
 _BLANKS = re.compile(r"\s+")
-_CONTEXT = 2  # lines around a difference
-_LONGEST = 255 - len(".txt")  # longest name in bytes that all usual file systems allow
+_CONTEXT = 2  # number of lines shown around a difference
+_LONGEST = 255 - len(".txt")  # length, in bytes, of the longest name that all usual file systems allow
 
 
 class GoldenError(AssertionError):
@@ -178,8 +178,8 @@ def write(path: Path, text: str) -> None:
 def difference(golden: str, now: str) -> str:
     """Return the lines that differ, with a few lines around them.
 
-    If other characters differ too, differences that are only blanks are left out, because one
-    longer cell moves the columns of a whole table.
+    Differences in blanks are left out if other characters differ too, because one longer cell moves
+    the columns of a whole table.
     """
     before, after = golden.splitlines(), now.splitlines()
     old, new = ([_BLANKS.sub(" ", line).strip() for line in lines] for lines in (before, after))

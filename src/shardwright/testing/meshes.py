@@ -81,7 +81,7 @@ def try_for_devices(count: int) -> None:
         if requested_devices() < count:
             jax.config.update(_OPTION, count)
     except AttributeError:
-        pass  # This JAX lacks the option: only XLA_FLAGS sets the number.
+        pass  # This version of JAX lacks the option: only XLA_FLAGS sets the number.
     except RuntimeError:
         pass  # The backend already runs, so the number is fixed.
 

@@ -208,7 +208,7 @@ def _misfits(tree: Any, annotations: Any, path: tuple[Any, ...]) -> Iterator[Pro
     """Yield a problem for each path below `path` at which the two trees differ in structure."""
     children, annotated = _children(tree), _children(annotations)
     if is_annotation(annotations) or annotated is None:
-        return  # an annotation covers everything below; `_unannotated` reports any other leaf
+        return  # an annotation covers all below it; `_unannotated` reports leaves that are none
     if children is None or type(tree) is not type(annotations):
         node = f"a leaf ({_kind(tree)})" if children is None else _container(tree)
         fix = "convert one of the trees, so that both have the same containers"
