@@ -31,7 +31,7 @@ from shardwright.trees.paths import path_text
 _NAME = re.compile(r"[\w.,=+-]+")
 _BLANKS = re.compile(r"\s+")
 _CONTEXT = 2  # number of lines shown around a difference
-_LONGEST = 255 - len(".txt")  # length, in bytes, of the longest name that all usual file systems allow
+_LONGEST = 255 - len(".txt")  # bytes of the longest name on usual file systems
 
 
 class GoldenError(AssertionError):

@@ -33,7 +33,7 @@ from shardwright.vocabulary.annotations import is_annotation, tree_of_annotation
 from shardwright.vocabulary.axes import EMPTY
 from shardwright.vocabulary.units import bytes_text
 
-_DEVICES = 16  # number of device ids in a message
+_DEVICES = 16  # largest number of device ids in a message
 _HEAD = ("tensor", "shape", "found", "per device", "expected", "per device")
 _SPECS = (_HEAD.index("found"), _HEAD.index("expected"))
 
@@ -46,7 +46,7 @@ class Wanted:
       path: the path of the array in its tree; empty for a single array.
       value: anything with a shape and a dtype.
       sharding: the expected sharding.
-      decisions: how its annotation resolved, one per dim; empty for literal specs and shardings.
+      decisions: how the rules decided each dim; empty for literal specs and shardings.
     """
 
     path: str
@@ -119,7 +119,7 @@ def _as_sharding(expected: Any, value: Any, path: str) -> Sharding:
         what += f"the sharding {own} and no mesh"
         fix = "place it first, or expect a NamedSharding"
         raise StrategyError(what, path=path, fix=fix)
-    # The entries must fit the mesh and the shape. Unreduced axes are compared later.
+    # Check that the entries fit the mesh and the shape. Unreduced axes are compared later.
     resolver.explain(
         PartitionSpec(*expected.partitions),
         build_rules({}),
@@ -255,7 +255,7 @@ def _devices_text(sharding: NamedSharding) -> str:
 def _pairs(pair: Wanted) -> list[tuple[Any, Any]]:
     """Return a pair for each dim: the mesh axes found and expected.
 
-    If they cannot be compared, the pair is (None, ()).
+    If the two shardings cannot be compared, the pair is (None, ()).
     """
     own: Any = getattr(pair.value, "sharding", None)
     wanted: Any = pair.sharding
@@ -268,8 +268,8 @@ def _pairs(pair: Wanted) -> list[tuple[Any, Any]]:
 def _on_one_mesh(own: Any, wanted: Any) -> bool:
     if not isinstance(own, NamedSharding) or not isinstance(wanted, NamedSharding):
         return False
-    # Do not compare the meshes: axis types do not change a sharding, and an abstract mesh equals no
-    # concrete one.
+    # Compare only the names and sizes of the mesh axes: axis types do not change a sharding, and an
+    # abstract mesh never equals a concrete one.
     return bool(own.mesh.shape_tuple == wanted.mesh.shape_tuple)
 
 

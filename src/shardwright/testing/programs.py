@@ -194,7 +194,7 @@ def _lowered(program: Any, args: Sequence[Any]) -> tuple[str, Any]:
 
 
 def _may_hide_bfloat16(lowered: Any, compiled: Any, collectives: Sequence[Collective]) -> bool:
-    """Tell whether XLA for CPU may have dropped conversions by which bfloat16 is recognized."""
+    """Tell whether XLA for CPU may have dropped the conversions that show bfloat16 collectives."""
     if (
         # A collective that XLA widened has the `dtype` bf16 and the `wire_dtype` f32. If XLA
         # dropped the conversions, both are f32.
@@ -235,7 +235,7 @@ def function_name(f: Callable[..., Any]) -> str:
 
 
 def _checked_mesh(requested: Mesh | AbstractMesh | None, compiled: Any) -> Mesh | AbstractMesh:
-    """Return the mesh of the caller, or that of the program's arguments.
+    """Return the mesh that the caller passed, or that of the program's arguments.
 
     If both exist, they must agree.
     """

@@ -31,7 +31,7 @@ _EXAMPLE = '@pytest.mark.mesh("dp:2,tp:4")'
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeshCase:
-    """One mesh of a marker.
+    """One case of a `mesh` marker.
 
     Attributes:
       spec: the mesh, or None for the mesh of the strategy.

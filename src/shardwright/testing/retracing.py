@@ -65,7 +65,7 @@ def assert_no_retrace(
 
 
 def _check_jitted(f: Callable[..., Any], compilations: Compilations) -> None:
-    """Check that the first call ran something jitted; otherwise there is nothing to count."""
+    """Check that the first call ran a jitted function; otherwise there is nothing to count."""
     __tracebackhide__ = True
     # JAX jits its own operations too, but gives reasons only for functions that users jit.
     # Only jitted functions have `clear_cache`.

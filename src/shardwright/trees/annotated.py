@@ -238,7 +238,7 @@ def _children(node: Any) -> dict[Any, Any] | None:
     children, structure = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda child: child is not node
     )
-    # For JAX, None and () are nodes without children. Only a leaf has this structure.
+    # For JAX, None and () are nodes without children. Only a leaf has the structure of 0.
     leaf: Any = jax.tree.structure(0)
     return None if leaf == structure else {path[0]: child for path, child in children}
 

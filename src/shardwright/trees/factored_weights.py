@@ -150,7 +150,7 @@ def scale_axes(
 def annotate_parts(
     value: Any, axes_of: Callable[[tuple[int, ...]], Any], path: str, problems: list[Problem]
 ) -> list[Any]:
-    """Return the annotation of each array in a value, given one set of names for the whole value.
+    """Return the annotation of each array in a value, if one set of names is given for all of them.
 
     A value without arrays, such as a masked parameter, has no annotations. If there are several
     arrays, as in a quantized weight, the names belong to the largest array. Another array with
