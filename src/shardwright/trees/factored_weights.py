@@ -83,8 +83,8 @@ def quantized(
     counts = _block_counts(spec, tuple(blocks) if isinstance(blocks, Iterable) else (blocks,), path)
     axes = scale_axes(spec.axes, spec.shape, scale_shape=counts, path=path)
     value = (
-        # In the tree, the values are at `path/value`. Only a PartOf has the path of the weight,
-        # which `[[tensors]]` entries match.
+        # In the tree, the values are at `path/value`, but `[[tensors]]` entries match the path of
+        # the weight. So store this path in a `PartOf`.
         PartOf(annotation=spec.axes, shape=spec.shape, dims=tuple(range(spec.ndim)), path=path)
         if path
         else spec.axes

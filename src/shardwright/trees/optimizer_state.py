@@ -69,7 +69,7 @@ def _copy(place: _Place) -> DimsOfParam | None:
 
 
 def _history(place: _Place) -> DimsOfParam | None:
-    """Dims of a stack of the parameter's past values."""
+    """Return the dims of an array that stacks past values of the parameter."""
     if place.below or place.shape[1:] != place.whole:
         return None
     return (None, *range(len(place.whole)))
@@ -84,10 +84,10 @@ def _one_dim(place: _Place) -> DimsOfParam | None:
 
 
 def _factored(field: str, place: _Place) -> DimsOfParam | None:
-    """Dims of Adafactor's moments (`optax.scale_by_factored_rms`).
+    """Return the dims of a moment of Adafactor (`optax.scale_by_factored_rms`).
 
     For a factored parameter, `v_row` lacks the largest dim and `v_col` the second largest, and `v`
-    has one element. Of dims of equal size, the largest is the one that optax sorts last.
+    has one element. If dims have equal sizes, the one that optax sorts last counts as the largest.
     """
     if place.below:
         return None
@@ -220,14 +220,15 @@ def annotate_state(
 
     An array follows a parameter if a part of the state has the structure of the parameters, and in
     this part the array has the path and the shape of the parameter. Masks may leave out parameters
-    and whole subtrees. Some optax states are factored, stacked or lists: there, the type of the
-    state decides which dims of the parameter the array has. Scalars need no annotation.
+    and whole subtrees. Some optax states have factored moments, stacks of past values, or a list of
+    arrays per parameter. There, the type of the state decides which dims of the parameter an array
+    has. Scalars need no annotation.
 
     Args:
       state: The state, or `jax.eval_shape(tx.init, params)`.
       params: Arrays, `ShapeDtypeStruct`s or `ArraySpec`s.
       annotations: Annotations of the parameters. Not needed for `ArraySpec`s.
-      overrides: Annotation by pattern, for arrays that follow no parameter. Patterns are searched
+      overrides: Pattern -> annotation, for arrays that follow no parameter. Patterns are searched
         (`re.search`) in the path in the state.
       by_path: Whether each annotation has the path of its parameter, so that `[[tensors]]` entries
         apply to the state as to the parameter. Without paths, resolution is faster.

@@ -53,11 +53,11 @@ class Tensor:
 
 
 def whole_bytes(elements: int, dtype: Any) -> int:
-    """Return the bytes of stored elements.
+    """Return how many bytes stored elements take.
 
     An int4 takes 4 bits. A PRNG key counts with all of its words.
     """
-    # Compiled programs also store two int4 in a byte.
+    # Compiled programs store two int4 in a byte, so round up only the sum.
     return -(-elements * _bits(dtype) // 8)
 
 
