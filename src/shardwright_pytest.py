@@ -88,7 +88,7 @@ def _ask_for(config: pytest.Config, count: int) -> None:
 
 
 def _restore(config: pytest.Config) -> None:
-    """Reset the variable once JAX has read it, so that a test's own processes do not inherit it."""
+    """Reset JAX_NUM_CPU_DEVICES after JAX has read it, so that processes of tests do not get it."""
     if _BEFORE not in config.stash:
         return
     before = config.stash[_BEFORE]
@@ -111,7 +111,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail a test whose marker has no effect.
 
-    An error at collection would keep the whole module from running.
+    Fail at setup, because an error at collection would keep the whole module from running.
     """
     if "mesh" in getattr(item, "fixturenames", ("mesh",)):
         return
@@ -151,7 +151,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _watch_nothing(items: Sequence[pytest.Item]) -> None:
-    """Remove the fixture that checks the ambient mesh from a run without meshes.
+    """In a run without meshes, remove the fixture that checks the ambient mesh.
 
     Parametrized cases of one test function share one list `fixturenames`, so the name may already
     be removed.

@@ -76,7 +76,7 @@ def _history(place: _Place) -> DimsOfParam | None:
 
 
 def _one_dim(place: _Place) -> DimsOfParam | None:
-    """Dims of an accumulator, for a state with one accumulator per dim of the parameter."""
+    """Return the dim of an accumulator, if a state has one accumulator per dim of a parameter."""
     if len(place.below) != 1 or not isinstance(place.below[0], jax.tree_util.SequenceKey):
         return None
     dim = place.below[0].idx
@@ -157,7 +157,7 @@ def _known_nodes(state: Any, prefix: Path = ()) -> Iterator[tuple[Path, str]]:
 
 
 def changes_dims(state: Any) -> bool:
-    """Tell whether a state has arrays without the dims of a parameter, such as factored moments."""
+    """Tell whether a state has arrays with other dims than their parameters, such as moments."""
     return any(kind in _DIMS_BY_FIELD for _, kind in _known_nodes(state))
 
 

@@ -58,8 +58,8 @@ class ArraySpec(SizedAnnotation):
         never initialized.
 
     Raises:
-      RankMismatchError: The shape is not a shape, or the axes do not fit its rank.
-      StrategyError: The dtype is not a dtype.
+      RankMismatchError: `shape` is not a tuple of sizes, or the axes do not fit its rank.
+      StrategyError: `dtype` is not a dtype of JAX.
     """
 
     shape: tuple[int, ...]
@@ -170,9 +170,9 @@ class PartOf(SizedAnnotation):
 class Unreduced(SizedAnnotation):
     """An annotation of a sum over shards that the devices have not added yet.
 
-    Each device holds its own term of the sum. The next annotation of the value without `Unreduced`
-    adds the terms. So one all-reduce can add several sums. Only Explicit mesh axes can hold such a
-    sum, because there the type of the value says that it is unreduced.
+    Each device holds its own term of the sum. The next annotation of the value that is not an
+    `Unreduced` adds the terms. So one all-reduce can add several sums. Only Explicit mesh axes can
+    hold such a sum, because there the type of the value says that it is unreduced.
 
     >>> from shardwright.vocabulary.axes import BATCH, EMBED, MLP_INTERMEDIATE
     >>> Unreduced((BATCH, EMBED), over=MLP_INTERMEDIATE).described()
@@ -269,7 +269,7 @@ def as_annotation(value: Any) -> Any:
 
 
 def _frozen(entries: list[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a list of dims as a tuple of dims."""
+    """Return the entries of an annotation as a tuple."""
     frozen = tuple(map(_frozen_entry, entries))
     for position, entry in enumerate(frozen):
         if not _is_dim(entry):
@@ -283,7 +283,7 @@ def _frozen(entries: list[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _frozen_entry(entry: Any) -> Any:
-    """Return one entry of a list of dims, with lists as tuples.
+    """Return one entry of an annotation, with a tuple in place of a list.
 
     A list of pairs, such as `[["HEAD", 8], …]` in TOML, becomes a merged dim.
     """

@@ -125,7 +125,7 @@ class Memory(enum.StrEnum):
 
 @final
 class EMPTY_VAL:  # noqa: N801  the name is a contract
-    """Class of the sentinel `NOT_GIVEN`: the default value applies. (None means replicated.)"""
+    """Class of `NOT_GIVEN`, which means that the default applies. (None means replicated.)"""
 
     _instance: EMPTY_VAL | None = None
 

@@ -35,8 +35,8 @@ from shardwright.vocabulary.layouts import DynamicShardingAxes, StackedLayout, i
 from shardwright.vocabulary.merged_dims import MergedDim
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_TRAIN
 
-# A flat dim over both axes of a pair is row-major. If the number of shards does not divide the
-# number of heads, a shard would split a head.
+# A flat dim of heads and head dims is row-major. If the number of shards does not divide the number
+# of heads, a shard would split a head.
 _HEAD_DIM_OF = {HEAD: HEAD_DIM, KV_HEAD: KV_HEAD_DIM}
 _HEAD_DIMS = frozenset(_HEAD_DIM_OF.values())
 
@@ -107,10 +107,10 @@ def lower(annotation: Any, shape: Sequence[int] | None = None) -> Lowered:
     """Lower an annotation to one `Dim` per dim of the array; check it against `shape` if given.
 
     Raises:
-      RankMismatchError: The ranks differ, a merged dim is not the product of its members, or a part
-        is larger than its whole.
-      StrategyError: A composite contains `EMPTY`, or a head and its dim; or a literal spec is
-        reduced.
+      RankMismatchError: The ranks differ, the size of a merged dim is not the product of its
+        members, or a part is larger than its whole.
+      StrategyError: A composite contains `EMPTY`, or a head axis together with its head dim; or a
+        literal spec is reduced.
     """
     if isinstance(annotation, SizedAnnotation):
         return annotation.lowered(shape)
@@ -153,7 +153,7 @@ def _lower_dim(entry: Any, semantic_axis: str) -> Dim:
     )
 
 
-# The `Dim` of each axis. Most entries of annotations are a single axis.
+# The `Dim` of each axis, ready for use, because most entries of annotations are a single axis.
 _DIMS = {axis: Dim(axes=(axis,)) for axis in (*SEMANTIC_AXES, *PARALLELISM_AXES)}
 
 
@@ -328,8 +328,8 @@ def mode_of_layout(mode: str | int, shape: Sequence[int] | None) -> str:
         raise RankMismatchError(f"{what}the array has shape {tuple(shape)}", fix="pass mode=")
     size = shape[mode]
     try:
-        # For a symbolic size of unknown value, `size == 1` is False, but `>=` and `<` raise an
-        # error.
+        # Do not write `size == 1`: for a symbolic size of unknown value it is False, but `>=` and
+        # `<` raise an error.
         return MODE_TRAIN if size >= 2 or size < 1 else MODE_DECODE
     except _jax.Inconclusive as error:
         raise ShapeRequiredError(f"{what}{size} may be 1 or not", fix="pass mode=") from error

@@ -26,7 +26,7 @@ from shardwright.errors import Problem, ShardingError, did_you_mean, raise_probl
 from shardwright.vocabulary.integers import as_integer, integer_faults, quoted, with_article
 
 Faults = Sequence[tuple[str, str]]  # what is wrong, and the fix
-# Classes of dtypes -> the word for their members in messages.
+# Class of dtypes -> the word that messages use for its members.
 _CLASSES: Final = {jnp.integer: "integers", jnp.floating: "floats"}
 _WORDS: Final = {bool: "True or False", Callable: "a function", type(None): "None"}
 
@@ -201,7 +201,7 @@ def read_all(
 
 
 def refuse(error: type[ShardingError], *rules: tuple[object, str, str, str]) -> None:
-    """Raise one error for all broken rules. A rule is (whether it is broken, path, what, fix)."""
+    """Raise one error for all broken rules. A rule is (is it broken, path, what is wrong, fix)."""
     broken = [each for is_broken, *each in rules if is_broken]
     raise_problems([Problem(error=error, path=at, what=what, fix=fix) for at, what, fix in broken])
 

@@ -1,7 +1,7 @@
 """Show a value as text, as HTML for a notebook, or as data for JSON.
 
 Each file of the package `show` imports the classes that it shows, and registers a function for each
-of them here. `shardwright/__init__` names, for each class, the file that registers it. This file is
+of them here. `shardwright/__init__` names, for each class, its file of `show`. That file is
 imported when the first value of the class is shown, because tables and pages would slow down
 `import shardwright`.
 """
@@ -62,7 +62,7 @@ def function_for(form: ShownForm[Shown], value: Any) -> Callable[..., Shown] | N
     """Return the function of a form for the class of a value or for one of its bases, or None."""
     # Also look at bases, because a class of another package may derive from a class that is shown.
     for base in type(value).__mro__:
-        # Import in every call: if another thread is in the middle of the import, wait here.
+        # Import in every call: if another thread is in the middle of the import, this waits for it.
         if base.__name__ in _FILES:
             # The import registers the functions of the class with `form`.
             importlib.import_module(_FILES[base.__name__])
