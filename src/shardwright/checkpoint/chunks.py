@@ -87,8 +87,8 @@ def _read_with_orbax(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> 
     request = orbax.args.PyTreeRestore(
         item=wanted,
         restore_args=orbax.checkpoint_utils.construct_restore_args(wanted),
-        # The checkpoint has more arrays than `wanted`: the target omits some, and others are read
-        # in pieces.
+        # The checkpoint may have more arrays than `wanted`: the target may omit some, and large
+        # arrays are read in pieces.
         partial_restore=True,
     )
     path = epath.Path(folder)
@@ -201,7 +201,7 @@ def _size(bounds: Sequence[tuple[int, int]]) -> int:
 
 
 def _inside(part: Sequence[tuple[int, int]], whole: Sequence[tuple[int, int]]) -> Box:
-    """Return a part of a box as slices of that box."""
+    """Return the slices that cut the box `part` out of the array of the box `whole`."""
     return tuple(
         slice(low - start, high - start)
         for (low, high), (start, _) in zip(part, whole, strict=True)

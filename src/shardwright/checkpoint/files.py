@@ -82,11 +82,11 @@ def staged(path: str) -> Iterator[str]:
     os.makedirs(parent or ".", exist_ok=True)
     folder = tempfile.mkdtemp(prefix=f"{name}.saving-", dir=parent or ".")
     try:
-        # Yield a path inside of the new folder, because orbax creates its own folder.
+        # Yield a path that does not exist yet, because orbax creates the directory that it writes.
         new = os.path.join(folder, name)
         yield new
-        # The operating system refuses to replace a folder that has files, so a folder that was
-        # created meanwhile stays.
+        # If another process has created `path` meanwhile, the operating system refuses to replace a
+        # folder that has files.
         os.rename(new, path)
     except BaseException:
         _remove(folder)

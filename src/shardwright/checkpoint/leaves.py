@@ -161,7 +161,7 @@ def refusal(value: Any) -> tuple[str, str] | None:
 def _saved_leaf(path: tuple[str, ...], value: Any) -> SavedLeaf:
     if not hasattr(value, "dtype"):
         name = _number_type(value)
-        # Write the plain number, because the text of a member of an `IntEnum` is its name.
+        # Write the plain number: the `repr` of a member of an `IntEnum` cannot be read back.
         return SavedLeaf(
             path=path, kind=LeafKind.NUMBER, dtype=name, value=repr(_NUMBERS[name](value))
         )
@@ -188,7 +188,7 @@ def _kind_and_dtype(value: Any) -> tuple[LeafKind, str]:
 
 def put(tree: _NESTED, path: tuple[str, ...], value: Any) -> None:
     """Put a value into a tree of dicts."""
-    # A state that is a single leaf has the empty path.
+    # If the state is a single leaf, the path of this leaf is empty.
     *parents, last = map(_escaped, path or ("",))
     for name in parents:
         tree = tree.setdefault(name, {})
@@ -228,7 +228,7 @@ class TargetLeaf:
 
     @property
     def sharding(self) -> Sharding | None:
-        """Sharding in which the leaf is read. None for NumPy, and for JAX's default device."""
+        """Sharding in which the leaf is read. None means a NumPy array, or JAX's default device."""
         # JAX moves an uncommitted array to the devices of the other operands of an operation. So
         # the restored array must be uncommitted too.
         if isinstance(self.target, jax.Array) and not self.target.committed:
@@ -240,7 +240,7 @@ class TargetLeaf:
 
     @property
     def is_recut(self) -> bool:
-        """Whether the shape in the file is not that of the target; see `recut` of `restore`."""
+        """Whether the file and the target have different shapes; see `recut` of `restore`."""
         return self.saved.kind is LeafKind.ARRAY and self.saved.shape != np.shape(self.target)
 
     def read_as(self) -> Any:
@@ -298,7 +298,8 @@ def matched(
     """Return the saved leaf of each leaf of a target; the options are those of `restore`.
 
     Raises:
-      CheckpointError: Leaves differ in path, kind, shape or dtype. The error lists all of them.
+      CheckpointError: Leaves of the target do not fit the saved leaves. The error lists all of
+        them.
     """
     by_path = {leaf.path: leaf for leaf in saved}
     problems: list[Problem] = []
@@ -355,8 +356,7 @@ def _misfit(leaf: SavedLeaf, target: Any, *, recut: bool) -> tuple[str, str] | N
         if same_layers and dtype == leaf.dtype:
             fix += "; if both are the same stack of layers with other repeats, pass recut=True"
         return f"saved as {leaf}, and the target is {asked}", fix
-    # Without x64, JAX has dtypes of at most 32 bits. Then only a `ShapeDtypeStruct` can have a
-    # dtype of 64 bits, because JAX cannot create such arrays.
+    # Without x64, JAX cannot create arrays of 64 bits. A `ShapeDtypeStruct` can ask for one.
     narrowed = dtype in _WIDE and str(jax.dtypes.canonicalize_dtype(dtype)) != dtype
     if isinstance(target, jax.ShapeDtypeStruct) and narrowed:
         return (
@@ -413,7 +413,7 @@ def _sharding_misfit(leaf: SavedLeaf, target: Any) -> tuple[str, str] | None:
 
 
 def _has_same_layers(saved: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Tell whether two shapes may be of one stack of layers.
+    """Tell whether two shapes may belong to the same stack of layers.
 
     The shape of a stack is `[layers, ...]` or `[repeats, layers / repeats, ...]`.
     """
@@ -427,7 +427,7 @@ def _has_same_layers(saved: tuple[int, ...], target: tuple[int, ...]) -> bool:
 def _as_saved(
     sharding: NamedSharding, target: tuple[int, ...], saved: tuple[int, ...]
 ) -> NamedSharding:
-    """Return the sharding for reading a stack that was saved with other repeats."""
+    """Return the sharding for reading a stack, whose saved shape has other repeats than `target`."""
     entries = [*sharding.spec, *[None] * (len(target) - len(sharding.spec))]
     # The saved array, the target or both have the leading dims [repeats, layers / repeats].
     depths = [
@@ -440,7 +440,7 @@ def _as_saved(
             PartitionSpec(*[None] * (depths[1] - 1), entry, *rest),
             memory_kind=sharding.memory_kind,
         )
-        with contextlib.suppress(ValueError):  # the layers may not divide over the mesh axes
+        with contextlib.suppress(ValueError):  # the mesh axes do not divide the layers
             read.shard_shape(saved)
             break
     return read

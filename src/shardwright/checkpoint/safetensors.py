@@ -68,8 +68,8 @@ def export_safetensors(
         own file.
       metadata: Text for the header of each file, such as `{"format": "pt"}`.
       shapes: The shape of each padded tensor without its padding, by the name of the tensor. The
-        padding is not written. `hf.read(folder, pad_vocab=128).unpadded` has the shapes for a
-        vocabulary.
+        padding is not written. For a padded vocabulary, `hf.read(folder, pad_vocab=128).unpadded`
+        has these shapes.
 
     Returns:
       The file of each tensor, by name.
@@ -270,7 +270,7 @@ def _reserve(stream: BinaryIO, size: int) -> None:
 
 
 def _shards(value: Any) -> Iterator[tuple[Any, np.ndarray[Any, Any]]]:
-    """Yield (place, values) for each part of an array. A replicated part comes only once."""
+    """Yield (slices, values) for each part of an array. A replicated part comes only once."""
     if isinstance(value, _Cut):
         for index, shard in _shards(value.value):
             starts = [part.start or 0 for part in index] or [0] * shard.ndim

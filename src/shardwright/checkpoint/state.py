@@ -61,8 +61,8 @@ class Saving:
           CheckpointError: The checkpoint could not be written. Older checkpoints stay as they are.
         """
         with self._lock:
-            # Of two threads that wait, the first takes the manager. The second gets the error that
-            # the first got.
+            # If two threads call `wait`, the first one takes orbax's manager and waits. The second
+            # one then raises the error of the first one.
             manager, self._manager = self._manager, None
             if manager is None:
                 if self._error is not None:
@@ -195,8 +195,8 @@ def restore(
 
     In addition to the restored arrays, reading takes at most 192 MiB of host memory. Arrays above
     32 MiB are read in pieces, if their sharding is a `NamedSharding` in device memory. Other arrays
-    are read shard by shard. This takes the memory of two of the largest shards, if that is more
-    than 192 MiB.
+    are read shard by shard. If twice the largest of these shards is more than 192 MiB, reading
+    takes that much.
 
     Args:
       folder: The folder that was given to `save`.
@@ -212,9 +212,9 @@ def restore(
         order of the layers is the same in all these shapes.
 
     Raises:
-      CheckpointError: There is no such checkpoint, or it cannot be read. Leaves differ in path,
-        kind, shape or dtype; the error lists all of them. The call is inside a trace, or orbax is
-        not installed.
+      CheckpointError: There is no such checkpoint, or it cannot be read. Leaves of the target do
+        not fit the saved leaves; the error lists all of them. The call is inside a trace, or orbax
+        is not installed.
     """
     orbax, path = import_orbax(_WHAT, CheckpointError), directory(folder, CheckpointError, "folder")
     check_outside_of_trace("a state can be restored", CheckpointError)

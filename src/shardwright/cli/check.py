@@ -276,7 +276,7 @@ def check_memory(strategy: Strategy, programs: Mapping[str, Program]) -> Iterato
     program = programs.get(MODE_TRAIN)
     if program is None:
         return
-    # Every size divides over mesh axes of one device.
+    # Give each mesh axis one device, so that no dim is indivisible.
     sizes = dict.fromkeys((*STANDARD_MESH_AXES, *strategy.mesh), 1)
     manager = PartitionManager(strategy, mesh=abstract_mesh(sizes), mode=MODE_TRAIN)
     if manager.rules.memory:

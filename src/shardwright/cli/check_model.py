@@ -68,8 +68,8 @@ def check_model(
     """Return the findings about a model.
 
     The first `Checked` is about the names of axes. Each later one is about one of `settings`, and
-    has the arrays that do not resolve under it. If the model returns programs, there is such a list
-    for each mode.
+    has the arrays that do not resolve under it. If the model returns programs, the list has these
+    `Checked`s for each mode.
 
     Args:
       text: `file.py:function`. Without `--params`, the function returns programs.
@@ -141,7 +141,7 @@ def _resolve(label: str, mode: str, program: Program, setting: Setting) -> Check
 
 def _wrong_convolutions(manager: Manager, traced: Trace, program: Program) -> Iterator[Finding]:
     """Yield a finding for each convolution that XLA may compute wrongly, according to a plan."""
-    # Look for a convolution first, because a plan takes seconds, and few programs have one.
+    # A plan takes seconds, so make one only if the program has a convolution.
     if not holds_primitive(traced.jaxpr, "conv_general_dilated"):
         return
     for choice in price(manager, traced, program).walked.choices:
@@ -218,7 +218,7 @@ def _check_program(
     def forward(params: Any, inputs: Any) -> Any:
         every: Mapping[str, Any] = {**params, **inputs}
         results = program.function(*(every[str(at)] for at in range(len(shapes))))
-        return () if updates else results  # updated weights are not outputs of the model
+        return () if updates else results  # a training step returns weights, not outputs
 
     with user_code(label):
         inferred = infer_on_one_device(

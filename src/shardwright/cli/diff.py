@@ -271,7 +271,7 @@ def _section(comparison: Comparison, role: Role, modes: Sequence[str], *, width:
     )
     has_bytes = any(row.grows is not None for row in rows)
     body = [_HEAD, *map(_cells, changed), *([total_row] if has_bytes else [])]
-    # The second cell of a row has the axes. A narrow terminal has no room for these.
+    # A narrow terminal has no room for the second column, the axes.
     if width < _ROOM:
         body = [(cells[0], *cells[2:]) for cells in body]
     lines = table(body, indent="  ", width=width, prose=1) if changed else []

@@ -323,7 +323,7 @@ def _tensor_row(
     for at, names in enumerate(columns):
         placement, count = _cells(answer, names[0])
         same = at > 0 and (placement, count) == first
-        # Columns are separate if their modes differ in any row. They may be equal in this row.
+        # Two columns differ in at least one row of the table, but may be equal in this row.
         row.append("=" if same else placement)
         if sized:
             row.append("=" if same and count else count)

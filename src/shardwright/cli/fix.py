@@ -249,7 +249,7 @@ def _setter(table: tuple[str, ...], key: str, value: str | int) -> Edit:
 def _is_strict(strategy: Strategy) -> bool:
     try:
         policy = strategy.compile().policy
-    except ShardingError:  # an unknown name; it is found earlier only if the file has [mesh]
+    except ShardingError:  # an unknown name: reading finds it only if the file has [mesh]
         return False
     return (
         policy.conflict is Conflict.ERROR

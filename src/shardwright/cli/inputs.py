@@ -290,7 +290,7 @@ def read_mesh(strategy: Any, label: str, text: str | None, devices: int | None) 
         raise MeshSpecError(what, fix="add --devices 8, or give all sizes: --mesh dp:2,tp:4")
     types: Any = strategy.axis_types
     if text is not None and not isinstance(types, str):
-        # The mesh of the text may lack mesh axes of the strategy.
+        # The strategy may give types to mesh axes that the mesh of the text does not have.
         types = {name: each for name, each in types.items() if name in spec.names}
     built = abstract_mesh(source, devices=devices, axis_types=types)
     if built.size > MOST_ELEMENTS:

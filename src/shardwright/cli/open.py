@@ -96,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
         variants = read_variants(arguments, topology.devices, notes)
         progress = ProgressLine()
         groups = mode_groups(arguments, next(iter(variants.values())))
-        # Plan no more programs than the page shows. A search that plans more of them may find
-        # better candidates, but takes longer.
+        # Plan as many programs as the page shows. If the search planned more, it might find better
+        # candidates, but would take longer.
         reports, errors = search_groups(
             arguments,
             topology,
@@ -153,7 +153,7 @@ def _given(
         for strategy in arguments.strategy
         for mesh in arguments.mesh
     ]
-    # The batch of a `config.json` must divide over the devices of every mesh.
+    # This number is the batch of a `config.json`, and the devices of every mesh must divide it.
     devices = math.lcm(*(setting.manager.mesh.size for setting in settings))
     variants = read_variants(arguments, devices, notes)
     modes = [

@@ -176,7 +176,7 @@ def what_holds(state: StateBytes, topology: Topology | None) -> str:
     """Return a text that names the smallest slice that holds one copy of the state."""
     if topology is None:
         return ""
-    # Every mesh must hold at least one copy, however the rules shard it.
+    # However the rules shard the state, the devices of a mesh hold at least one copy.
     needed = state.of().total
     slice_, group = smallest_slice(topology.chip, needed), "slice"
     if topology.chip.domain:

@@ -136,7 +136,8 @@ def fix_by_programs(arguments: argparse.Namespace, devices: int | None) -> Fixed
                 refused = error.error if isinstance(error, FoundError) else error
                 findings += map(from_problem, refused.problems)
                 continue
-            # A fix may change the text of the rule in an event, but not the bytes that are sent.
+            # Compare what is sent, and not whole events: an event also has the text of its rule,
+            # which a fix may change.
             sent = [
                 (event.kind, event.mesh_axes, event.total_wire_bytes) for event in report.events
             ]

@@ -76,12 +76,12 @@ def read_programs(
     """
     options = options or {}
     programs: Mapping[str, Any]
-    # `read_function` refuses a file of tensors: it is not file.py:function.
     if is_config(model):
         programs, lines = read_reference(model, options, devices=devices)
         if notes is not None:
             notes += lines
     else:
+        # `read_function` refuses any other text, such as a file of tensors.
         function = read_function(
             model,
             example="model.py:programs",
@@ -128,7 +128,7 @@ def _how_to_return(model: str, function: Callable[..., Any], options: Mapping[st
         return ""
     name = model.rpartition(":")[2]
     shapes = ", ".join(f"shapes of {argument}" for argument in required)
-    shapes += "," if len(required) == 1 else ""  # a tuple of one
+    shapes += "," if len(required) == 1 else ""  # Python's tuple of one element
     return (
         f"to plan {name} itself, write programs() beside it, which returns "
         f"shardwright.plan.Program({name}, ({shapes}), specs=...)\n"
@@ -155,7 +155,7 @@ def read_options(arguments: argparse.Namespace) -> dict[str, list[Any]]:
             what = f"{name} is given twice: {given[name]} and --set {text:.80}"
             raise StrategyError(what, fix=f"give {name} only once")
         words = [value.strip() for value in values.split(",")]
-        # Only the function of the model knows what the words mean.
+        # Values stay words: only the function of the model knows what they mean.
         options[name] = [int(word) if word.isdecimal() else word for word in words]
         given[name] = f"--set {text:.80}"
     return options

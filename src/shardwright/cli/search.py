@@ -197,7 +197,7 @@ def run(arguments: argparse.Namespace) -> int:
                 lines += ["", *verified_text(verified[name], width=width).split("\n")]
             lines += [f"wrote {file}" for file in written[name]]
         print_lines(lines[1:])
-        # The front is sorted: candidates that fit come first, the fastest of them at the top.
+        # `front` has the candidates that fit first, and among these the fastest first.
         best = [report.front[0] for report in reports.values() if report.front]
         # The weights move from the candidate of train to the candidate of the other modes.
         if len(best) == 2:
@@ -261,7 +261,7 @@ def search_groups(
                     programs, strategies, topology=topology, progress=shown, **options
                 )
             except ShardingError as error:
-                errors[name] = error  # the result of another search must not be lost
+                errors[name] = error  # keep it, so that the results of other searches are shown
     if not reports:
         progress.close()
         with finding_problems():

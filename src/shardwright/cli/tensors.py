@@ -54,9 +54,9 @@ def read_tensors(name: str) -> tuple[Tensor, ...]:
 
 
 def _is_table_of_rules(table: Any) -> bool:
-    """Tell whether a table is `[mesh]` or `[rules]` of a strategy.
+    """Tell whether a table named `mesh` or `rules` is that of a strategy.
 
-    A table with tables inside is a level of a tree, and a table with axes is a tensor.
+    In a file of tensors, a table has tables inside (a level of the tree), or `axes` (a tensor).
     """
     return (
         isinstance(table, Mapping)
@@ -82,7 +82,7 @@ def _walk(
             if key in table and not isinstance(table[key], Mapping)
         },
     }
-    # As above: a table named `axes` is a level of the tree.
+    # A table named `axes` is a level of the tree too.
     if "axes" in table and not isinstance(table["axes"], Mapping):
         tensor = _tensor({**shared, **table}, path, origin, problems)
         if tensor is not None:

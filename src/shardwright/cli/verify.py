@@ -96,8 +96,8 @@ def verify_programs(
 ) -> tuple[dict[str, Verification], list[str]]:
     """Compile each program. Return the verifications by mode, and a text for each failure.
 
-    Each program is compiled in a process of its own. If this process dies, only its program is not
-    verified, and all plans are still shown.
+    Each program is compiled in a process of its own. If such a process dies, only its program is
+    not verified, and all plans are still shown.
     """
     verified: dict[str, Verification] = {}
     failures = []

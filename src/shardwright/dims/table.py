@@ -52,8 +52,8 @@ class Correspondence:
       operands: Factors of the dims of each operand.
       results: Factors of the dims of each result.
       shardable: The factors that may stay sharded: those that are not `CHANGED` and are the major
-        factor of each of their dims. A minor factor is not listed, but may stay sharded if the
-        factors before it have one device per element.
+        factor of each of their dims. A minor factor is not listed, but may stay sharded if each
+        factor before it in its dim is sharded into single elements.
       adds: Whether the primitive may run on the terms of a sum, before they are added.
     """
 
@@ -119,14 +119,14 @@ def transpose(shape: DimSizes, permutation: tuple[int, ...]) -> Correspondence:
 def broadcast(old: DimSizes, new: DimSizes, places: tuple[int, ...]) -> Correspondence:
     """Return how the dims of a `broadcast_in_dim` correspond, given the new place of each dim."""
     operand = [(to,) if old[dim] == new[to] else () for dim, to in enumerate(places)]
-    adds = math.prod(old) == math.prod(new)  # the broadcast only adds dims of size 1
+    adds = math.prod(old) == math.prod(new)  # then the broadcast only adds dims of size 1
     return _made(new, [operand], [[(dim,) for dim in range(len(new))]], adds=adds)
 
 
 def equal_products(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield pairs of groups of neighboring dims, one group of each shape, with equal products.
+    """Yield pairs of groups of neighboring dims, one group of each shape.
 
-    The groups are as small as possible.
+    The sizes of both groups have the same product. The groups are as small as possible.
 
     >>> list(equal_products((5, 4, 6), (5, 3, 8)))
     [([0], [0]), ([1, 2], [1, 2])]
@@ -155,8 +155,8 @@ def equal_products(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[lis
 def reshape(old: DimSizes, new: DimSizes) -> Correspondence:
     """Return how the dims of a reshape correspond: by the largest factors that both shapes have.
 
-    Where the boundaries of the dims do not match, factors are `CHANGED` up to the next boundary
-    that matches.
+    If two dims have no common factor, everything up to the end of their group (see
+    `equal_products`) is `CHANGED`.
     """
     sizes: list[int] = []
     roles: dict[int, FactorRole] = {}
@@ -169,7 +169,7 @@ def reshape(old: DimSizes, new: DimSizes) -> Correspondence:
         while left and right:
             (dim, size), (to, other) = left.pop(0), right.pop(0)
             common = math.gcd(size, other)
-            if common == 1:  # nothing is known of the rest of the group
+            if common == 1:  # nothing is known about the rest of the group
                 rest = ((0, [(dim, size), *left]), (1, [(to, other), *right]))
                 for side, pairs in rest:
                     for at, opaque in pairs:
@@ -282,7 +282,7 @@ def ragged_dot(
     """Return how the dims of a ragged matmul correspond.
 
     Each row picks the matrix of its group. If rows are contracted, as in the gradient of the
-    matrices, the result instead has a leading dim of groups.
+    matrices, no row picks a matrix, and the result has a leading dim of groups.
     """
     plain = dot_general(left, right, numbers.dot_dimension_numbers)
     lefts, rights = plain.operands
@@ -301,7 +301,10 @@ def ragged_dot(
 def gather(
     table: DimSizes, index: DimSizes, result: DimSizes, numbers: Any, slices: tuple[int, ...]
 ) -> Correspondence:
-    """Return how the dims of a gather correspond. Result dims are table dims or index dims."""
+    """Return how the dims of a gather correspond.
+
+    A dim of the result comes from the operand (`table`) or from the indices.
+    """
     sizes = [*table, *index, *result]
     tables = [(dim,) for dim in range(len(table))]
     indices = [(len(table) + dim,) for dim in range(len(index))]
@@ -331,7 +334,9 @@ def gather(
 def scatter(
     table: DimSizes, index: DimSizes, update: DimSizes, numbers: Any, role: FactorRole
 ) -> Correspondence:
-    """Return how the dims of a scatter correspond. Update dims are table dims or index dims.
+    """Return how the dims of a scatter correspond.
+
+    A dim of the updates comes from the operand (`table`) or from the indices.
 
     Args:
       table: Shape of the operand.
@@ -360,7 +365,7 @@ def scatter(
     rows = [dim for dim in range(len(update)) if dim not in numbers.update_window_dims]
     for dim, own in zip(rows, indices, strict=False):
         updates[dim] = own
-        # Along a batching dim, each row is written into its own part of the table.
+        # A batching dim keeps its role: each row is written into its own part of the table.
         if own not in tables:
             roles |= dict.fromkeys(own, role)
     return _made(sizes, [tables, indices, updates], [tables], roles=roles)

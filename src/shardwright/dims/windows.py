@@ -15,10 +15,11 @@ class SlidingWindow:
 
     Attributes:
       size: Number of elements of the window.
-      stride: Distance between the starts of neighboring windows. The zeros of `spread` count too.
+      stride: Distance between the starts of neighboring windows. Zeros between elements (see
+        `spread`) count too.
       before: Padding before the first element; negative if elements are left out.
       after: Padding after the last element.
-      dilation: Distance between neighboring elements of a window. The zeros of `spread` count too.
+      dilation: Distance between neighboring elements of a window, counted like `stride`.
       spread: Distance between neighboring elements of the operand: 1, or more if zeros are put
         between them.
     """
@@ -39,8 +40,8 @@ class SlidingWindow:
         """Return this window with its results and its elements exchanged.
 
         Element `k` of result `r` reads the operand at `r * stride + k * dilation - before`, so
-        stride and dilation are exchanged too. If the window itself is sharded, as in the gradient
-        of a kernel, its parts are parts of the results of the exchanged window.
+        stride and dilation are exchanged too. Use the exchanged window if the window itself is
+        sharded, as in the gradient of a kernel: the shards then are parts of its results.
         """
         return dataclasses.replace(self, size=result, stride=self.dilation, dilation=self.stride)
 
@@ -50,8 +51,8 @@ class SlidingWindow:
         Args:
           operand: Size of the dim of the operand.
           result: Size of the dim of the result.
-          parts: Number of parts into which both dims are divided. Where a size does not divide, the
-            last part is padded.
+          parts: Number of parts into which both dims are divided. If a size is not a multiple of
+            this number, the last part is padded.
 
         Returns:
           Three numbers: the elements needed from the part before, those needed from the part after,

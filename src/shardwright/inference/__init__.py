@@ -4,5 +4,5 @@ A walk over the jaxpr finds which dims are the same. The walk is in `walk`, with
 family of primitives. The rules in `names` then name the dims, from the axes that the caller gives
 for inputs (the seeds), and from how the program uses each dim.
 Nothing is computed and no array is placed. A person reviews the result, as a file of path rules.
-Annotations in a program belong in `trees` and `manager`.
+Code about annotations that a program already has belongs in `trees` and `manager`.
 """

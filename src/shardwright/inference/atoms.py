@@ -33,8 +33,8 @@ class Atom:
       given: Whether it is a dim of an input.
       resized: Whether it is the result of an operation on activations that changes the size of a
         dim, such as a stride or a concatenation.
-      is_shards: Whether it is the number of shards of a `shard_map`. If so, this factor and the
-        next factor are one dim, with one name.
+      is_shards: Whether it counts the shards of a `shard_map`. If so, this factor and the next
+        factor are one dim, with one name.
       params: The dims of parameters that it is part of, as pairs (number of the parameter, number
         of the dim).
       parts: Its (major, minor) factors, or None if it is not split.
@@ -189,8 +189,8 @@ def unify(left: AtomDim, right: AtomDim, on_conflict: Callable[[Atom, Atom], Non
 def regroup(dims: Sequence[AtomDim], shape: Sequence[int]) -> AtomDims:
     """Return the dims of an array after a reshape, which keeps the order of all factors.
 
-    A factor that belongs to two of the new dims is split. If it cannot be split, the new dims that
-    contain it have unknown factors.
+    A factor that belongs to two of the new dims is split. If it cannot be split, nothing is known
+    about the new dims of its group.
     """
     regrouped: list[AtomDim] = []
     for before, after in equal_products([size_of(dim) for dim in dims], shape):

@@ -169,9 +169,9 @@ def _name_scores(names: Names, scores: Scores, uses: Uses) -> None:
 def _heads(batch: Iterable[Atom], uses: Uses) -> tuple[list[Atom], bool]:
     """Return the heads among the factors of batch dims, and whether this is a guess.
 
-    After attention, a weight usually sums over the heads. If no weight does, the heads are the dims
-    along which no weights are stacked. If weights are stacked along all dims, the heads are a
-    guess: such a dim may also count models or stages.
+    After attention, a matmul with a weight usually sums over the heads. If there is no such matmul,
+    the heads are the dims along which no weights are stacked. If weights are stacked along all
+    dims, the heads are a guess: such a dim may also count models or stages.
     """
     heads = [atom for atom in batch if atom.learned and atom.name in ("", *_HEADS)]
     read = [atom for atom in heads if atom in uses.summed]

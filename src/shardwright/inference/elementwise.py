@@ -27,9 +27,9 @@ def elementwise(step: InferenceStep) -> list[ArrayFacts] | None:
         return None
     pairs = zip(step.values, step.operand_shapes, strict=True)
     operands = [value for value, own in pairs if table.broadcasts(own, shapes[0])]
-    # Queries of learned latents are computed from parameters alone, and have `is_computed`. They
-    # keep it if a bias or a scale is applied. If a whole matrix of parameters is added, the sum
-    # counts as a parameter again.
+    # Some queries are computed from parameters alone, by a matmul with learned latents. They have
+    # `is_computed`, also after a bias or a scale is applied. If a whole matrix of parameters is
+    # added, the sum counts as a parameter again.
     is_computed = any(value.is_computed for value in operands) and not any(
         value.is_weight
         and not value.is_computed

@@ -210,7 +210,7 @@ class Facts:
     `activations` has the matmuls of two activations, and `projections` those of an activation and a
     weight. For each dim that a `shard_map` shards, `shards` has a pair: the factor that counts the
     shards, and the local part. `largest` has the dims along which an argmax or argmin chooses.
-    `rows` has the dims from which single elements are taken. `loops` is the number of scans.
+    `rows` has the dims along which single elements are taken. `loops` is the number of scans.
     """
 
     lookups: list[TableLookup] = dataclasses.field(default_factory=list)

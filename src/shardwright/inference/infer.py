@@ -76,8 +76,8 @@ def infer_axes(
         it, with the number of a dim: `{"layers/*/gate dim 0": "HEAD"}`.
       own_axes: Axes of your own that `seeds` and `sizes` name, such as `strategy.axes`.
       kernels: Name of a kernel of Pallas or of the FFI -> a function of plain JAX with the same
-        operands and results, which inference reads in place of the kernel. Without a function, the
-        results of the kernel have new dims, and `unknown` names the kernel.
+        operands and results, which inference reads in place of the kernel. Without a function,
+        nothing is known about the dims of the kernel's results, and `unknown` names the kernel.
       strict: Raise an error for conflicts, for guesses, and for open dims, which have no name.
 
     Raises:

@@ -102,9 +102,10 @@ def name_hidden(names: Names) -> None:
     """Name the hidden dims of an MLP.
 
     A weight maps EMBED to a hidden dim, an activation function is applied to it, and another weight
-    maps it to EMBED. The softmax of attention is also nonlinear, and its operand has heads. But the
-    weight after attention sums over heads and head dims together, so matmuls that sum over several
-    factors are left out.
+    maps it to EMBED. Attention looks similar: its softmax is also nonlinear, and the operand of the
+    softmax has heads, which come from a weight. But the matmul with the weight after attention sums
+    over two factors, heads and head dims. So as the second matmul of an MLP, only a matmul that
+    sums over a single factor counts.
     """
     projections = names.facts.projections
     outputs = outputs_of([matmul for matmul in projections if _has(matmul.contracted, EMBED)])

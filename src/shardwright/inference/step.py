@@ -26,7 +26,8 @@ class ArrayFacts:
       loops: Its part in the scans around it, as (scan, part): a "carry", a row of "scanned"
         weights, or a result "made" from both by a matmul.
       leaf: The number of the only parameter that it depends on, or None.
-      is_computed: Whether it comes from a matmul of parameters, such as queries of learned latents.
+      is_computed: Whether it comes from a matmul of parameters alone, such as queries that are
+        computed from learned latents.
     """
 
     dims: AtomDims

@@ -21,9 +21,10 @@ from shardwright.inference.facts import Facts, Output
 from shardwright.inference.kernels import Kernels
 from shardwright.inference.step import ArrayFacts, InferenceStep
 
-# To add a primitive, write a function in one of the files above and a line here. Most functions ask
-# `dims.table` which dims correspond. If a primitive has no line, the jaxpr inside it is walked. If
-# it has no jaxpr, it is elementwise if its shapes fit. Otherwise its results have new dims.
+# To add a primitive, write a function in a file such as `matmuls` and a line here. Most functions
+# ask `dims.table` which dims correspond. If a primitive has no line, the jaxpr inside it is walked.
+# If it has no jaxpr, it counts as elementwise if its shapes fit. Otherwise nothing is known about
+# the dims of its results.
 RULES: Final[dict[str, Callable[[InferenceStep], list[ArrayFacts]]]] = {
     **dict.fromkeys((*REDUCTIONS, "reduce"), elementwise.reduction),
     **dict.fromkeys(["argmax", "argmin"], indexing.arg_reduction),

@@ -77,8 +77,8 @@ class AttentionMetadata:
     Attributes:
       runtime_dtype: Dtype to which q, k and v are cast. Defaults to `attn_dtype` of the
         configuration, else to float32.
-      runtime_softmax_dtype: Must have at most 32 bits; softmax is always float32. Defaults to
-        `attn_softmax_dtype` of the configuration, else to float32.
+      runtime_softmax_dtype: Has no effect, because softmax is always float32. Must have at most 32
+        bits. Defaults to `attn_softmax_dtype` of the configuration, else to float32.
       sequence_axis_name: The mesh axis over which the rules shard the sequence. If the rules shard
         the sequence over another mesh axis, it is an error. The default, "sp", is not checked.
       mesh: Defaults to that of the ambient manager, else to the ambient mesh.
@@ -250,7 +250,7 @@ class AttentionMetadata:
     ) -> AttentionSpecs:
         """Return the specs of query, key, value, bias, mask and output in a mode.
 
-        They are resolved together.
+        Those of query, key and value are resolved together.
 
         Args:
           mode: Runtime mode.

@@ -116,7 +116,7 @@ def rotate_half(x: jax.Array) -> jax.Array:
 
 
 def apply_rotary_pos_emb(tensor: jax.Array, sin_: jax.Array, cos_: jax.Array) -> jax.Array:
-    """Rotate `[batch, heads, length, head_dim]` by tables (Su et al. 2021).
+    """Rotate `[batch, heads, length, head_dim]` by tables of sines and cosines (Su et al. 2021).
 
     The tables are cut to the length of the tensor. Row i of a table rotates row i of the tensor. So
     for a permuted sequence, or for one that continues a cache, gather the rows of the tables by

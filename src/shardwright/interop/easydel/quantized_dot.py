@@ -294,7 +294,7 @@ def _like_result(scale: Any, side: int, dims: _DotDims) -> Any:
     order = (*dims.batch[side], *dims.free(side), *dims.contract[side])
     kept = len(order) - len(dims.contract[side])
     moved = jax.lax.squeeze(jax.lax.transpose(scale, order), tuple(range(kept, len(order))))
-    # In the scale, the other operand's free dims have size 1.
+    # Insert the other operand's free dims, with size 1.
     others = len(dims.free(1 - side))
     at = len(dims.batch[side]) if side else kept
     return jax.lax.expand_dims(moved, tuple(range(at, at + others)))

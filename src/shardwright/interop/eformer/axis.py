@@ -111,7 +111,8 @@ class PartitionAxis(Attributes):
         for name in ATTRIBUTES:
             if isinstance(getattr(self, name), EMPTY_VAL):
                 object.__setattr__(self, name, self._default(name))
-        # Values that are not rules are errors here, and not where the axis is first used.
+        # Compile now, so that a value that is not a rule raises an error here, and not where the
+        # axis is first used.
         self.compile(registered=())
 
     def _default(self, name: str) -> Any:

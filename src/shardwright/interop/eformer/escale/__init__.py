@@ -1,4 +1,7 @@
-"""The provided names of `eformer.escale`. A call of any other name raises an error with a fix."""
+"""The provided names of `eformer.escale`.
+
+Its other names can be imported, but a call of one raises an error with a fix.
+"""
 
 from jax.sharding import NamedSharding as NamedSharding
 from jax.sharding import PartitionSpec as PartitionSpec

@@ -1,3 +1,6 @@
-"""No name of `eformer.escale.helpers.base` is provided. A call raises an error with a fix."""
+"""The names of `eformer.escale.helpers.base` can be imported, but are not provided.
+
+A call of one raises an error with a fix.
+"""
 
 from shardwright.interop.eformer.absent import __getattr__  # noqa: F401

@@ -1,3 +1,6 @@
-"""No name of `eformer.escale.partition.auto_spec` is provided: a call raises an error."""
+"""The names of `eformer.escale.partition.auto_spec` can be imported, but are not provided.
+
+A call of one raises an error with a fix.
+"""
 
 from shardwright.interop.eformer.absent import __getattr__  # noqa: F401

@@ -240,7 +240,10 @@ def get_corrected_named_sharding(
 
 
 def as_written(decision: DimDecision) -> Any:
-    """Return the entry of a dim: as a policy changed it, else as written, with axes of size 1."""
+    """Return the entry of a dim: as a policy changed it, else as written.
+
+    An entry as written includes mesh axes of size 1.
+    """
     if decision.outcome in _CHANGED or decision.outcome is Outcome.UNCONSTRAINED:
         return decision.entry
     ones = {skip.mesh_axis for skip in decision.skipped if skip.reason is Reason.SIZE_ONE}
@@ -320,7 +323,7 @@ def make_shard_and_gather_fns(
 
     Raises:
       NoMeshError: There is no mesh.
-      ShardingError: (From a call.) A spec does not fit the array.
+      ShardingError: A shard function raises it: its spec does not fit the array.
     """
     target = current_mesh() if mesh is None else mesh
     if target is None:
