@@ -131,7 +131,8 @@ def _visible_lines(text: str) -> str:
 
 def snippet_lines(snippet: str) -> list[str]:
     """Return the lines of a snippet as they are printed."""
-    # One space per character, so that the caret stays under its column.
+    # Replace each character that is not printable by one space, so that the caret stays under its
+    # column.
     return [
         "".join(char if char.isprintable() else " " for char in line)
         for line in (snippet.split("\n") if snippet else ())

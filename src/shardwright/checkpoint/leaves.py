@@ -427,7 +427,7 @@ def _has_same_layers(saved: tuple[int, ...], target: tuple[int, ...]) -> bool:
 def _as_saved(
     sharding: NamedSharding, target: tuple[int, ...], saved: tuple[int, ...]
 ) -> NamedSharding:
-    """Return the sharding for reading a stack, whose saved shape has other repeats than `target`."""
+    """Return the sharding for reading a stack of layers that was saved in another shape."""
     entries = [*sharding.spec, *[None] * (len(target) - len(sharding.spec))]
     # The saved array, the target or both have the leading dims [repeats, layers / repeats].
     depths = [

@@ -90,7 +90,7 @@ class Tried:
 
     Attributes:
       findings: What is wrong.
-      results: The specs of all tensors, or the plans of all programs, that have no problem.
+      results: The spec of each tensor, or the plan of each program, that has no problem.
     """
 
     findings: tuple[Finding, ...]

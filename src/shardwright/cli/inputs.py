@@ -66,7 +66,8 @@ def read_axes(words: Sequence[str]) -> Any:
 def _layout(word: str) -> Any:
     match = _LAYOUT.fullmatch(word)
     if match is None or match[2] not in LAYOUTS:
-        # Axes are in one case, and layouts are in mixed case: `Columnwise` is a misspelled layout.
+        # Axes are all in upper or all in lower case, and layouts are in mixed case. So `Columnwise`
+        # is a misspelled layout.
         if word.isupper() or word.islower():
             return None
         hint = did_you_mean(match[2] if match else word, LAYOUTS)
@@ -254,8 +255,8 @@ def strategy_label(text: str) -> str:
 def read_mesh_text(strategy: Any, text: str | None, devices: int | None) -> MeshSpec | None:
     """Return the mesh that a text describes.
 
-    Without a text, return the strategy's own mesh. If the strategy has no mesh, or if the number of
-    devices is not given, return None.
+    Without a text, return the strategy's own mesh, or None if the strategy has no mesh or if the
+    number of devices is not given.
 
     Raises:
       MeshSpecError: The mesh cannot be read, or does not fit the number of devices.

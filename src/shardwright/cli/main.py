@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _run(words)
-        # Flush here and not at exit, so that a full disk or a closed pipe changes the exit code.
+        # Flush here and not at exit, so that the errors of a full disk or a closed pipe are caught
+        # below.
         sys.stdout.flush()
         return code
     except SystemExit as error:  # argparse has printed its message

@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--cache",
         metavar="PATTERN",
-        help="for a file of tensors: count as caches the activations whose path matches",
+        help="for a file of tensors: count activations whose path matches PATTERN as caches",
     )
     command.add_argument(
         "--forbid",

@@ -42,7 +42,7 @@ def too_large_text(
 ) -> str:
     """Say why a program does not fit, with one line for each thing that would help.
 
-    Meshes and rules are named only if the program was planned with them.
+    A mesh or a rule is proposed only after the program was planned with it.
 
     Args:
       program: A program that does not fit.

@@ -130,7 +130,7 @@ def _copy(preset: str, path: Path, *, name: str | None, force: bool) -> Path:
         path = path / f"{preset}.toml"
     # A file name may have bytes that are not UTF-8, but a strategy file must be UTF-8.
     name = (path.stem if name is None else name).encode(errors="replace").decode()
-    # Copy the text of TOML, to keep the comments.
+    # If the copy is TOML too, copy the text of the preset, to keep its comments.
     if path.suffix == ".toml":
         # Render the line, because a name may have quotes or backslashes.
         line = files.render({"name": name}, format="toml").rstrip("\n")

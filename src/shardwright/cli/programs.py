@@ -155,7 +155,7 @@ def read_options(arguments: argparse.Namespace) -> dict[str, list[Any]]:
             what = f"{name} is given twice: {given[name]} and --set {text:.80}"
             raise StrategyError(what, fix=f"give {name} only once")
         words = [value.strip() for value in values.split(",")]
-        # Values stay words: only the function of the model knows what they mean.
+        # A word that is no integer stays text: only the function knows what it means.
         options[name] = [int(word) if word.isdecimal() else word for word in words]
         given[name] = f"--set {text:.80}"
     return options

@@ -68,7 +68,7 @@ def user_code(what: str, *, locate: bool = False) -> Iterator[None]:
 
     Args:
       what: Name of the code in messages.
-      locate: Whether an error of this library gets the line too.
+      locate: Whether to add the line to an error of this library too.
     """
     try:
         yield

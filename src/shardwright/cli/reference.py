@@ -51,8 +51,8 @@ def read_reference(
 
     Args:
       model: Path of the `config.json`, or of its folder.
-      options: `batch`, `length`, `remat`, `chunks`, `repeats`, `param` and `capacity`, as words or
-        integers.
+      options: `batch`, `length`, `remat`, `chunks`, `repeats`, `param` and `capacity`, as integers
+        or text.
       devices: Number of devices. It is the default of the batch: one sequence per device.
 
     Raises:

@@ -36,7 +36,7 @@ def relayout_lines(
     parameters.
     """
     name = f"from {source.name} on {source.mesh} to {target.name} on {target.mesh}"
-    # The modes of a group share the weights, so its first mode stands for all.
+    # The modes of a candidate share the weights, so take its first mode.
     modes = next(iter(source.reports)), next(iter(target.reports))
     weights = _weights(before[modes[0]]), _weights(after[modes[1]])
     if weights[0] is None or weights[1] is None:

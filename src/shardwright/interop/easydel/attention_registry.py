@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from shardwright.attention import implementation as core
 from shardwright.attention.call import AttentionCall, Operands
-from shardwright.attention.call import Result as Result  # noqa: PLC0414  old code imports it from here
+from shardwright.attention.call import Result as Result  # noqa: PLC0414  for old imports
 from shardwright.attention.implementation import Implementation
 from shardwright.attention.inputs import read
 from shardwright.attention.run import run
