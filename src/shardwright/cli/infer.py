@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="N=AXIS",
-        help="the axis of the open and guessed dims of size N, or of a place such as "
+        help="the axis of each open or guessed dim of size N, or of the dims at a place such as "
         "'layers/*/gate dim 0'; repeat the option for more",
     )
     add_strategy(command, required=False, what="a strategy that declares axes of your own")

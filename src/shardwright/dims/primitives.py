@@ -101,7 +101,7 @@ ELEMENTWISE: Final = frozenset(
         "zeta",
     ]
 )
-# Primitives that may run on each term of a partial sum, before the all-reduce that adds the terms.
+# Primitives that may run on the partial sums of each device, before the all-reduce adds them.
 KEEPS_SUM: Final = frozenset({"convert_element_type", "neg", "copy", "copy_p", "reduce_precision"})
 # Primitives that return their operands unchanged: names for a remat policy, barriers, and
 # constraints on the order of dims in memory. Attention on TPUs constrains its operands to the order

@@ -44,7 +44,7 @@ class Uses:
     """How matmuls use factors.
 
     Attributes:
-      made: Factors that a weight adds to the result of its matmul, and slices of these factors.
+      made: Factors of matmul results that come from a weight, and slices of these factors.
       summed: Factors that matmuls with weights sum over.
       stacked: Factors along which weights are stacked: batch dims of matmuls with weights.
       next: Origin of the result of a matmul -> the matmuls of activations that use this result.

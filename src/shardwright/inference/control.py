@@ -117,8 +117,8 @@ def call(step: InferenceStep) -> list[ArrayFacts] | None:
         return None
     (body,) = found
     values = body.of_operands(step.values)
-    # Without a place, the walk records no intermediates inside the call. `constrained` could not
-    # place constraints there.
+    # Pass no place if `constrained` cannot place constraints inside the call. The walk then records
+    # no intermediates there.
     place = step.place if rebuilds(step.equation) else None
     return step.walk(body.jaxpr, values, called_at=step.location.caller, place=place)
 

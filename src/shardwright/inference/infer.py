@@ -239,7 +239,7 @@ def _name_all(
     name_attention(names)
     name_experts(names)
     # `selected` has the matmuls with weights that a router selects. `name_experts` finds these
-    # matmuls itself. The rules below treat them as projections like any other.
+    # matmuls itself, so add them only now. The rules below treat them like any other projection.
     facts.projections += selected
     name_slices(names)
     name_residual(names)

@@ -84,7 +84,7 @@ def name_windows(names: Names) -> None:
 
 
 def name_residual(names: Names) -> None:
-    """Name the residual stream EMBED, unless a table of tokens has already named it."""
+    """Name the residual stream EMBED, unless a dim already has this name from a table of tokens."""
     outputs, summed = outputs_of(names.facts.projections), summed_over(names.facts.projections)
     if any(atom.name == EMBED for atom in (*outputs, *summed)):
         return
@@ -121,7 +121,7 @@ def name_hidden(names: Names) -> None:
 
 
 def guess_links(names: Names) -> None:
-    """Guess the name of each dim that one weight produces and another weight sums over.
+    """Guess the name of each dim that comes from one weight and is contracted with another one.
 
     The first of these cases that fits decides:
 

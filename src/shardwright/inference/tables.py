@@ -61,8 +61,8 @@ def guess_tables(names: Names, results: Sequence[ArrayFacts]) -> None:
 def _name_row(names: Names, lookup: TableLookup, *, guess: bool) -> None:
     """Name the row of a table EMBED.
 
-    The name is a guess if the row has several dims. It is also a guess if the row is as long as the
-    table and no weight reads the row: such rows may be logits, as in a table of bigrams.
+    The name is a guess if the row has several dims. It is also a guess if the table is square and
+    no matmul with a weight sums over the row: such rows may be logits, as in a table of bigrams.
     """
     dims = [dim for dim in lookup.row if finest(dim)]
     is_square = len(dims) == 1 and size_of(finest(dims[0])) == _rows(lookup)
@@ -89,7 +89,7 @@ def _tables(facts: Facts, results: Sequence[ArrayFacts]) -> list[Tables]:
     ends = [dim for dim, _ in _ends(facts, results)]
     tied = {atom for dim in ends for atom in finest(dim)}
     summed = summed_over(facts.projections)
-    # A dim that a weight sums over is a residual or a hidden dim, not logits.
+    # A dim that is contracted with a weight is a residual or a hidden dim, not logits.
     counts = {
         size_of(finest(dim)) for dim in ends if learned(dim) and summed.isdisjoint(finest(dim))
     }

@@ -313,7 +313,7 @@ def make_shard_and_gather_fns(
     """Return two trees of functions: shard functions and gather functions.
 
     A shard function places a JAX or NumPy array on the mesh. A gather function moves an array to
-    the host. If there are several processes, all of them must hold equal data.
+    the host. If there are several processes, all of them must pass equal data to a shard function.
 
     Args:
       partition_specs: A tree of `PartitionSpec`s.

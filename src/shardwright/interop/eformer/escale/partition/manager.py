@@ -93,8 +93,8 @@ class PartitionManager:
         rules = paxis.compile(
             policy=parse_policy(default or policy or "strict"), registered=registered
         )
-        # JAX keeps the key, so the key must not hold the manager. `repr(paxis)` shows all fields of
-        # `paxis`.
+        # JAX keeps the key, so the key must not hold the manager. `repr(paxis)` stands for `paxis`
+        # in the key, because it shows all fields.
         key = (rules.fingerprint(), mesh, repr(paxis))
         # The dataclass is frozen, so set its fields by `object.__setattr__`.
         for name, value in {
