@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def annotate(variables: Any, names: Names) -> Any:
-    """Return the annotation of each array of `arrays(variables)`, as a tree.
+    """Return a tree with the annotation of each array of `arrays(variables)`.
 
     Names come from the boxes that flax puts around arrays: those of `with_logical_partitioning` and
     `with_partitioning`, and those of nnx modules inside `nnx.bridge.to_linen`. `nn.scan` and
@@ -98,7 +98,7 @@ def place(variables: Any, pm: "PartitionManager", names: Names) -> Any:
 
 
 def _factored_moments(variables: Any, names: Names) -> Mapping[str, Any]:
-    """Return the annotations of `opt_state` by path, if it has factored moments.
+    """Return the annotations of `opt_state` by path; none if it has no factored moments.
 
     flax gives a factored moment the box of its parameter, which has more dims. So the boxes of
     factored moments cannot be used.
@@ -133,7 +133,7 @@ def arrays(tree: Any) -> Any:
 
 
 def _names_of(box: Any, place: str, rank: int, problems: list[Problem]) -> tuple[Any, ...]:
-    """Return the names of a box. A wrong box is reported as a problem."""
+    """Return the names of a box. A box that does not fit becomes a problem."""
     from flax.core.meta import Partitioned
     from flax.nnx.bridge.variables import NNXMeta
 

@@ -2,8 +2,8 @@
 
 `nn.DenseGeneral` calls its initializer with a flattened shape of rank 2, and reshapes the result.
 flax applies the constraint of the names to the flattened array too. If there are more names than
-flattened dims, JAX raises an error. Here, only the reshaped array has the constraint. This file
-imports flax, so only a call of `rules` imports this file.
+dims of the flattened array, JAX raises an error. Here, only the reshaped array has the constraint.
+This file imports flax, so it is imported only when `rules` is called.
 """
 
 from __future__ import annotations

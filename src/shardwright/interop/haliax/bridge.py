@@ -1,4 +1,4 @@
-"""Models of haliax: turn named axes into annotations, and axis mappings into strategies and back.
+"""Models of haliax: annotate by named axes, and convert between axis mappings and strategies.
 
 The model's source does not change. `names` maps each axis name of the model to an axis, as in
 `logical_rules`. `NAMES` has the axis names of the models in levanter.
@@ -81,10 +81,10 @@ class Mappings:
 
 
 def annotate(model: Any, names: Names = NAMES) -> Any:
-    """Return the annotation of each array of `arrays(model)`, as a tree.
+    """Return a tree with the annotation of each array of `arrays(model)`.
 
-    The axes of an array are those of its `NamedArray`, or the `axis_names` of its field. As in
-    haliax, an array without names is replicated.
+    The axes of an array are those of its `NamedArray`, or the `axis_names` in the metadata of its
+    field. As in haliax, an array without names is replicated.
 
     Args:
       model: A model with `NamedArray`s, or its shapes from `equinox.filter_eval_shape`.

@@ -121,7 +121,7 @@ def to_strategy(
     ignored.
 
     Args:
-      config: A YAML file, or its content.
+      config: Path of a YAML file, or the content of the file.
       overrides: Key -> value, such as "trainer.model_axis_size": 2 or "trainer.mesh.axes.model": 2.
         An override replaces the value of the file.
       names: Axis name -> axis. A name that is not in `names` becomes a new axis: `embed` becomes
@@ -247,7 +247,7 @@ def _given(overrides: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     """Return the value of each override by its path of keys below `trainer`.
 
     Raises:
-      StrategyError: A key does not concern sharding; all are reported at once.
+      StrategyError: Keys do not concern sharding; all such keys are reported at once.
     """
     # A key has at most three parts: `mesh`, a key of `mesh`, and a name in the table of that key.
     given = {tuple(key.removeprefix("trainer.").split(".", 2)): key for key in overrides}

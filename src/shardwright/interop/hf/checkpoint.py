@@ -176,7 +176,7 @@ def read(
       dtype: Dtype of the weights that are stored as floats of 16 bits or more. Defaults to the
         stored dtype.
       axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
-        is found in a name applies, also to a tensor that the family has.
+        is found in a name applies, even if the family has the tensor.
       stack_experts: Whether to stack the experts of a layer into one array with the axis EXPERT. In
         the files, each expert has its own tensors. The name of the stack has no expert number.
       stack_layers: Whether to stack each tensor of a layer over all layers. The stack has the axis

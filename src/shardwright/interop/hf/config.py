@@ -351,7 +351,7 @@ def complete(config: Config) -> tuple[dict[str, Any], tuple[str, ...]]:
     Without a `text_config`, sizes are required.
 
     Raises:
-      ShardingError: `text_config` is not a JSON object, or a `model_type` is not a text.
+      ShardingError: `text_config` is not a JSON object, or a `model_type` is not text.
     """
     values, nested = config.values, config.mapping("text_config")
     if values.get("text_config") is None:

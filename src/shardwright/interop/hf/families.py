@@ -38,11 +38,12 @@ class Tensors:
         without a head, no name has this prefix.
       layers: Start of the names of the tensors of a layer, after the prefix.
       whole: Tensors outside the layers.
-      layer: Tensors of a layer that every kind of layer has.
+      layer: Tensors that every kind of layer has.
       choices: All kinds of attention, and all kinds of feed-forward blocks. A layer has one kind of
         each.
-      parameters: Path of a parameter in a layer of the decoder -> the names of its tensors. If it
-        has several tensors, they are stacked. `a | b` means a, or b if a is absent.
+      parameters: Path of a parameter -> the names of its tensors. If a layer has the parameter, it
+        is the path inside the layer. Several tensors of one parameter are stacked. `a | b` means a,
+        or b if a is absent.
     """
 
     name: str
@@ -391,7 +392,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
 
 
 def read_config(path: str, *, param: str | None = None, capacity: float | None = 1.0) -> Sizes:
-    """Return the sizes of a configuration.
+    """Return the sizes of the decoder that a configuration describes.
 
     Args:
       path: The file, `config.json`.
@@ -407,7 +408,7 @@ def read_config(path: str, *, param: str | None = None, capacity: float | None =
 
 
 def sizes_of(values: Any, source: str, *, param: str | None, capacity: float | None) -> Sizes:
-    """Return the sizes of the content of a `config.json`; see `read_config`."""
+    """Return the sizes of a decoder from the content of a `config.json`; see `read_config`."""
     if not isinstance(values, dict) or values.get("model_type") is None:
         raise StrategyError(
             f"{source} has no model_type", fix="pass the config.json of a Hugging Face model"

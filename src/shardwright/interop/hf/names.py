@@ -36,7 +36,7 @@ _MAPPINGS: Final = {
 
 
 def annotate(tree: Any, config: Mapping[str, Any], *, axes: Mapping[str, Any] | None = None) -> Any:
-    """Return the annotations of a tree that has the names of Hugging Face.
+    """Return the annotations of a tree whose leaves have the names of Hugging Face tensors.
 
     Linear layers are [out, in], as in PyTorch. A dim of heads * head_dim is `merged`, so that no
     head is split. The scales of a quantized weight are sharded like the weight.
@@ -44,10 +44,10 @@ def annotate(tree: Any, config: Mapping[str, Any], *, axes: Mapping[str, Any] | 
     Args:
       tree: Arrays or other values with a shape. The keys of nested dicts are joined with dots to
         names such as `model.layers.0.mlp.up_proj.weight`. Experts and layers may be stacked. The
-        name of a stack has no number.
+        name of a stack lacks the number of the expert or layer.
       config: The content of `config.json`.
       axes: Pattern -> annotation, for tensors that the family does not have. The first pattern that
-        is found in a name applies, also to a tensor that the family has.
+        is found in a name applies, even if the family has the tensor.
 
     Raises:
       CheckpointError: Tensors are unknown, or their shapes differ from the configuration. All are
@@ -273,7 +273,7 @@ class NameTable:
     def _unknown(self, name: str, shapes: Shapes, of: Callable[[str], Any]) -> Problem:
         model = self.config.family
         what = f"no tensor of {model} has this name, so its axes are unknown"
-        # One pattern matches this tensor in all layers.
+        # Suggest a pattern that matches this tensor in all layers.
         pattern = re.escape(_NUMBER.sub("#", name)).replace(r"\#", r"\d+")
         axes = "(sw.EMBED, ...)"
         weight = f"{name.removesuffix('.bias')}.weight"

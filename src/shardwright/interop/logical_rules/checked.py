@@ -88,7 +88,7 @@ class CheckedTable:
           shape: Sizes of the dims; None for a size that is not known.
           entries: The mesh axes that the library will use for each dim.
           place: The array, for messages.
-          known: Other names that the library knows.
+          known: Names besides those of the model that the library knows, such as mesh axes.
           advice: The first lines of the fix.
 
         Raises:

@@ -95,7 +95,7 @@ def read_yaml(path: Path, key: str) -> tuple[Any, list[int]]:
 def read_yaml_tree(path: Path) -> tuple[Any, dict[tuple[str, ...], int]]:
     """Read a YAML file, and return its value, and the line of each key by the path of the key.
 
-    A value with a tag of its own, such as `!include`, is None.
+    A value with a custom tag, such as `!include`, is None.
 
     Raises:
       StrategyError: The file cannot be read, or is not YAML.

@@ -117,7 +117,8 @@ def by_name(problems: Sequence[Problem]) -> list[Problem]:
     grouped: dict[str, Problem] = {}
     for at, problem in enumerate(problems):
         is_name, count = problem.error is UnknownAxisError, len(places[problem.what])
-        # A missing name is missing everywhere, so one line for it is enough.
+        # A name that `names` lacks is a problem in every array that has it, so one line for it is
+        # enough.
         what = f"{problem.what}; {count} arrays have it" if is_name and count > 1 else problem.what
         key = problem.what if is_name else str(at)
         grouped.setdefault(key, dataclasses.replace(problem, what=what))

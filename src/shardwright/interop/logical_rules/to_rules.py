@@ -47,8 +47,8 @@ def to_logical_axis_rules(
     axis.
 
     Under `conflict = "error"`, two dims with the same mesh axis are an error. A library that reads
-    the list replicates one of these dims instead. A `UserWarning` tells if LENGTH has a mesh axis
-    in common with heads, a hidden dim or the vocabulary.
+    the list replicates one of these dims instead. A `UserWarning` tells if such a conflict is
+    likely: if LENGTH has a mesh axis in common with heads, a hidden dim or the vocabulary.
 
     Args:
       pm: The manager.

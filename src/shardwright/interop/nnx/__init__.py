@@ -86,7 +86,7 @@ def bound(
 
 
 def annotate(model: Any, names: Names, *, params: Any = None) -> Any:
-    """Return the annotation of each array of `arrays(model)`, as a tree.
+    """Return a tree with the annotation of each array of `arrays(model)`.
 
     Names come from `nnx.with_partitioning` and from the metadata of variables. `nnx.vmap` and
     `nnx.scan` add one name to a variable if their caller gives one. A variable without names is
@@ -176,7 +176,7 @@ def _value(leaf: Any) -> Any:
 
 
 def _factored_moments(model: Any, names: Names, params: Any) -> Mapping[str, Any]:
-    """Return the annotations of the state of an optimizer by path, if it has factored moments.
+    """Return the annotations of an optimizer's state by path; none without factored moments.
 
     nnx gives a factored moment the names of its parameter, which has more dims. So the names of
     factored moments cannot be used.

@@ -58,7 +58,7 @@ def _names(specs: Any) -> list[Any]:
 
 
 def _read(node: Any, specs: Any) -> Any:
-    """Return the arrays below a module, as a tree of the structure of `specs`."""
+    """Return the arrays below a module, as a tree with the structure of `specs`."""
     if is_array_spec(specs):
         return node.get_value()
     children = {name: _read(getattr(node, str(name)), specs[name]) for name in _names(specs)}

@@ -1,9 +1,9 @@
 """Multi-head latent attention, of DeepSeek-V2 and V3, for the reference decoder.
 
 Keys and values of all heads are projections of one latent vector per token (arXiv:2405.04434).
-Without a cache, keys and values are computed from the latent. A cache stores only the latent. The
-projections are then applied to the queries and to the output instead, so that all heads read one
-row per token.
+Without a cache, keys and values are computed from the latent. A cache stores only the latent. With
+a cache, the projections are applied to the queries and to the output instead, so that all heads
+read one row per token.
 """
 
 from __future__ import annotations

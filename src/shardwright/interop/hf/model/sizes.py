@@ -87,7 +87,7 @@ class Sizes:
 
 
 def _norm(config: Config) -> NormConfig:
-    """Return the norms of the model. Gemma stores their scales minus 1."""
+    """Return the config of the model's norms. Gemma stores their scales minus 1."""
     # The defaults of `MixtralConfig` and `GptOssConfig`, and those of the other configurations.
     default = 1e-5 if config.family in ("mixtral", "gpt_oss") else 1e-6
     epsilon = config.real("rms_norm_eps") or default

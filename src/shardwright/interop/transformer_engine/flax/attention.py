@@ -126,7 +126,8 @@ class DotProductAttention(Module):  # type: ignore[misc]
       scale_factor: Factor of the scores. Defaults to `1 / sqrt(head_dim)`.
       transpose_batch_sequence: Whether arrays are `[length, batch, ...]`. None means False, and
         gives a warning.
-      window_size: (left, right) positions around the query; a negative number means no bound.
+      window_size: (left, right): a query attends to this many positions before and after its own. A
+        negative number means no bound.
       max_segments_per_seq: An option of fused kernels; not used.
       context_parallel_causal_load_balanced: Not supported.
       context_parallel_axis: Not supported.
@@ -265,10 +266,10 @@ def _check_dtypes(dtype: Any, arrays: Any) -> None:
 
 
 def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any], Any, Any]:
-    """Append keys and values to the cache; return all cached keys and values with a full mask.
+    """Append keys and values to the cache; return all cached keys and values, and their mask.
 
-    The first call creates the cache and writes nothing. The length of the keys in this call is the
-    length of the cache. `cache_index` is the number of tokens that later calls have written.
+    The first call creates the cache and writes nothing. The length of its keys is the length of the
+    cache. `cache_index` is the number of tokens that later calls have written.
 
     Args:
       module: A `MultiHeadAttention`.
@@ -278,7 +279,8 @@ def with_cache(module: Any, arrays: Any, mask: Any, bias: Any) -> tuple[list[Any
       bias: `[1, heads, q_length, cache length]`, or `[1, heads, cache length, cache length]`.
 
     Returns:
-      (query, all keys, all values), a mask with causality and the window, and the rows of the bias.
+      (query, all keys, all values), a mask with causality and the window, and the rows of the bias
+      for the queries of this call.
 
     Raises:
       CacheError: The tokens do not fit the cache. Inside a trace, the result is NaN instead.

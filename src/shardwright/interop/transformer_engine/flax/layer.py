@@ -42,7 +42,7 @@ from shardwright.interop.transformer_engine.sharding import (
 class TransformerLayerType(enum.Enum):
     """Whether a layer belongs to an encoder or to a decoder.
 
-    A decoder layer also attends to the encoder.
+    A decoder layer also attends to the output of the encoder.
     """
 
     ENCODER = "encoder"
