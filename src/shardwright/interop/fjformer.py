@@ -419,7 +419,9 @@ def named_tree_map(
     is_leaf: Callable[[Any], bool] | None = None,
     sep: str | None = None,
 ) -> Any:
-    """Map `f(name, leaf, *others)` over a tree. Names are those of `tree_path_to_string`.
+    """Map `f(name, leaf, *others)` over a tree, where `others` are the leaves of `rest`.
+
+    Names are those of `tree_path_to_string`.
 
     >>> named_tree_map(lambda name, x: f"{name}={x}", {"a": 1, "b": [2]}, sep="/")
     {'a': 'a=1', 'b': ['b/0=2']}

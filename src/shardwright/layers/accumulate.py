@@ -92,10 +92,11 @@ def accumulate(
     its gradient is scattered. The bytes sent and the memory of a device depend on `gather`:
 
     - With "each", the device sends about 3 n W bytes. It keeps W / F bytes of weights in memory,
-      and one gradient sum for each of their elements. Each weight is gathered where the loss uses
+      and one gradient sum per element of these weights. Each weight is gathered where the loss uses
       it.
     - With "once", the device sends about 2 W bytes. It keeps W bytes of weights in memory, and one
-      gradient sum for each of their elements. All weights are gathered before the first microbatch.
+      gradient sum per element of these weights. All weights are gathered before the first
+      microbatch.
 
     Mesh axes that do not shard BATCH, such as tp and sp, work as they do without accumulation: the
     gradients of each microbatch are summed over sp. If all mesh axes are Explicit, and weights are
@@ -213,7 +214,8 @@ class _AccumulationStep:
       trained: For each leaf of the parameters, whether it has a gradient.
       paths: Path of each leaf of the parameters.
       deferred: Mesh axes over which trained weights are `reduced` in their JAX types.
-      only: If not None, the path of the only weight that is reduced. None: all trained weights are.
+      only: Path of the only weight that is `reduced`; "" if no weight is. None: all trained weights
+        are.
     """
 
     loss: Callable[..., Any]

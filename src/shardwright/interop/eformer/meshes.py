@@ -179,10 +179,10 @@ names_in_current_mesh = current_mesh_has
 def get_axes_size_in_mesh(
     axis_names: str | Sequence[str], mesh: Mesh | AbstractMesh | None = None
 ) -> int:
-    """Return the product of the sizes of mesh axes, by default of the current mesh.
+    """Return the product of the sizes of mesh axes. The mesh defaults to the current mesh.
 
     Raises:
-      MissingMeshAxisError: The mesh does not have an axis.
+      MissingMeshAxisError: The mesh lacks one of the axes.
       NoMeshError: There is no mesh.
     """
     sizes = (get_incontext_mesh() if mesh is None else mesh).shape

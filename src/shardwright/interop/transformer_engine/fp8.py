@@ -1,9 +1,8 @@
 """The quantized matmul as in TransformerEngine: the "gradient" of a state is the new state.
 
-The state of a matmul is in the collection `fp8_metas`. It has a scale and a history of largest
-values for each of these: the input (`x`), the kernel, and the gradient of the result (`grad`). The
-gradient of the collection is the new state. Do not average this gradient, and do not pass it to an
-optimizer:
+The state of a matmul is in the collection `fp8_metas`. It has a scale and an amax history for each
+of these: the input (`x`), the kernel, and the gradient of the result (`grad`). The gradient of the
+collection is the new state. Do not average this gradient, and do not pass it to an optimizer:
 
     grads = jax.grad(loss)(variables)
     variables["fp8_metas"] = grads["fp8_metas"]

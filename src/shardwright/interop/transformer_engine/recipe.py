@@ -69,7 +69,7 @@ class MXFP8BlockScaling:
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4BlockScaling:
-    """Four bits in blocks of 16. This recipe cannot be entered: it raises an error."""
+    """Four bits in blocks of 16. `autocast` raises an error for this recipe."""
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False

@@ -298,7 +298,7 @@ def constrain(x: jax.Array, names: Sequence[str | None] | None) -> jax.Array:
 def shards_of(
     names: Sequence[str | None] | None, shape: Sequence[int], *, role: str
 ) -> tuple[tuple[tuple[str, int], ...], ...] | None:
-    """For each dim, return the mesh axes over which its name shards it, with their sizes.
+    """Return, for each dim, the mesh axes that its name stands for, with their sizes.
 
     Return None if the mesh axes are not known, because there are no names, no mesh or no
     `MeshResource`, or because a manager does not know a name. Inside `shard_map`, where shapes are

@@ -336,7 +336,9 @@ class Softmax(Module):  # type: ignore[misc]
 
 
 def low_rank(x: Any, a: Any, b: Any, *, contract: int, alpha: float | None) -> jax.Array:
-    """Return what LoRA adds: `x A B * (alpha / rank)`, with one A and B per inner feature.
+    """Return what LoRA adds: `x A B * (alpha / rank)`.
+
+    There is one A and one B for each index of the `inner` dims.
 
     Args:
       x: `[..., *inputs]`.
@@ -471,7 +473,7 @@ class DenseGeneral(Module):  # type: ignore[misc]
         # The names move with the dims.
         names = tuple(self.input_axes[at] for at in order) if self.input_axes else None
         x = jnp.transpose(x, order)
-        # Parameters are created in TransformerEngine's order, because keys depend on it.
+        # Parameters are created in TransformerEngine's order, because their PRNG keys depend on it.
         bias = bias_of(self, features, x.dtype)
         y = matmul(self, x, kernel, contract=len(axis), axes=(names, self.kernel_axes))
         y = adapted(self, x, y, inputs=sizes, features=features, init=self.kernel_init)
