@@ -3,12 +3,12 @@
 XLA splits such an operation over groups of devices, one level after the other. At each level it
 chooses one of three methods, named here by the dims that stay sharded:
 
-* `columns`: the dims that the table and each row share. The indices are gathered, and the rows move
-  to the sharding of the columns.
+* `columns`: the dims of the table that each row has whole. The indices are all-gathered, and the
+  rows move to the sharding of the columns.
 * `entries`: the dims that the indices select from. Each device looks up its own entries. For a
   gather, the rows are then summed over the devices.
-* `tokens`: the dims of the indices. For a gather, the table is gathered. For a scatter, the tables
-  of the devices are summed.
+* `tokens`: the dims of the indices. For a gather, the table is all-gathered. For a scatter, the
+  tables of the devices are summed.
 
 XLA chooses the method whose largest operation needs the least memory on one device and, of several
 such methods, the one that sends the least (`spmd/gather_scatter_handler.cc`). So the gradient of an
@@ -231,9 +231,8 @@ def _option(
 def _freed(lookup: Lookup, level: _Level, name: Name, group: frozenset[str]) -> tuple[Dims, bool]:
     """Return how XLA shards an array without the mesh axes of `group`, and whether that is certain.
 
-    The devices of a group must hold equal parts of the array. So XLA replicates dims, as little as
-    possible: first entries or tokens, then columns. The parts that remain are spread over the other
-    mesh axes.
+    All groups need the same data of the array. So XLA replicates dims, as little as possible: first
+    entries or tokens, then columns. Shards that remain are spread over the devices inside a group.
     """
     dims, sizes = level.inner(name), lookup.sizes
     if not axes_of(dims) & group:
@@ -246,7 +245,8 @@ def _freed(lookup: Lookup, level: _Level, name: Name, group: frozenset[str]) -> 
         order = tuple(lookup.tokens)
     else:
         order = (*lookup.tokens.values(), *lookup.columns.values())
-    # XLA's `GroupShardingOnReplicatedDim` counts parts, and may split a mesh axis.
+    # Count shards, as XLA's `GroupShardingOnReplicatedDim` does: it may replicate a dim over only a
+    # part of a mesh axis.
     left = [shards(axes, sizes) for axes in dims]
     copies, needed = shards(level.free, sizes) // math.prod(left), shards(group, sizes)
     for at in order:
@@ -287,7 +287,8 @@ def _cost(lookup: Lookup, level: _Level, option: _Option) -> tuple[float, float]
         for move in _route(name, held, goal):
             for each in find_move(move.held, move.goal, lookup.sizes).transfers:
                 size = lookup.bytes(name, each.dims)
-                # Operand and result are in memory. For a gather, `size` is the size of the result.
+                # Operand and result are in memory. For an all-gather, `size` is the size of the
+                # result.
                 read = size // each.devices if each.kind is Kind.ALL_GATHER else size
                 memory.append(size + read)
                 sent += size

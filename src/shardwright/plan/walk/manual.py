@@ -207,7 +207,8 @@ def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[st
         elif (body := called_jaxpr(equation)) is not None:
             _follow(body, step, location, origins)
         elif name == "cond":
-            # Collectives of each branch may run. The branch with the most work counts.
+            # Note the collectives of all branches, since each may run. Of the work, count only that
+            # of the branch with the most.
             done, of_branches = ledger.work, []
             for branch in run_bodies(equation):
                 ledger.work = Work()
@@ -221,7 +222,7 @@ def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[st
 
 
 def _is_scattered(equation: Any, jaxpr: Any, step: PlanStep) -> bool:
-    """Tell whether a later constraint keeps only a part of a sum that the `shard_map` returns.
+    """Tell whether the `shard_map` returns a sum that a later constraint shards over its mesh axes.
 
     Compilers turn the all-reduce of such a sum into a reduce-scatter.
     """
@@ -257,7 +258,7 @@ def _count(equation: Any, step: PlanStep, location: WalkLocation) -> None:
     (contracted, _), _ = numbers
     inner = math.prod(left.shape[dim] for dim in contracted)
     if ragged is not None and set(ragged.lhs_ragged_dimensions) & set(contracted):
-        inner = -(-inner // result.shape[0])  # the rows of all groups together are contracted once
+        inner = -(-inner // result.shape[0])  # each row is contracted only once, for its group
     sizes = [whole_bytes(aval.size, aval.dtype) for aval in (left, right, result)]
     step.ledger.count_matmul(result.size * inner, sizes, location, dtypes=(left.dtype, right.dtype))
 

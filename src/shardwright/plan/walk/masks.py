@@ -18,7 +18,7 @@ from shardwright.plan.walk.demands import demands
 from shardwright.plan.walk.equations import called_jaxpr
 from shardwright.plan.walk.values import Dims, Origin, ShardedValue
 
-# Key of an equation: the ids of the equations that contain its jaxpr, and its own id.
+# Place of an equation: the ids of the equations that contain its jaxpr, and its own id.
 EquationIds: TypeAlias = tuple[int, ...]
 _COMPARISONS: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _SHAPES: Final = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})

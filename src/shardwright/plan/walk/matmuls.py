@@ -56,8 +56,8 @@ class Labels:
             return f"{sides[0] if len(sides) == 1 else 'b'}{factor}"
 
         lefts, rights = tuple(map(label, left)), tuple(map(label, right))
-        # In a ragged matmul, each row is multiplied by one matrix, that of its group. So the dim
-        # of the groups (`PICKED`) does not count.
+        # In a ragged matmul, each row is multiplied by one matrix, that of its group. So leave the
+        # dim of the groups (`PICKED`) out of `sizes`.
         used = {factor for (factor,) in (*left, *right)}
         used = {factor for factor in used if known.roles[factor] is not FactorRole.PICKED}
         return Labels(
@@ -82,7 +82,7 @@ def ragged_dot(step: PlanStep) -> list[ShardedValue]:
     step.move(2, ((),) * step.avals[2].ndim)
     ragged = {labels.operands[0][dim] for dim in numbers.lhs_ragged_dimensions}
     # If one operand shards a contracted dim, XLA slices the other operand to match. So the result
-    # is always summed over this dim, and the first operand is never gathered.
+    # is always summed over this dim, and the sharded operand is never gathered.
     summed: dict[str, tuple[str, ...]] = {}
     whole = [step.whole(0), step.whole(1)]
     for names, value in zip(labels.operands, whole, strict=True):
@@ -168,7 +168,7 @@ def _use(
 
     Two matmuls that need the same sharding share a gather in three cases: the labels that stay
     sharded are of the same kinds (first letters); the sharding of the value is in its type
-    (Explicit mesh axes); or the gather is over fewer devices than the dims that stay sharded.
+    (Explicit mesh axes); or the gathered mesh axes have fewer devices than the mesh axes that stay.
     """
     if explicit_axes(step.avals[at]):
         return None
@@ -232,7 +232,7 @@ def _places(step: PlanStep, values: Sequence[ShardedValue], labels: Labels) -> d
         if _sum_is_smaller(step, labels, places, side):
             places[axis] = label
             # As measured on CPUs, XLA gathers if another mesh axis repeats the matmul, or if a
-            # constraint after a later matmul shards another dim of the result over this mesh axis.
+            # constraint after a later matmul shards a dim of the result over this mesh axis.
             if unused or _constrained_label(axis, labels, step.suggested) is not None:
                 step.note_choice(axis)
     return places

@@ -17,10 +17,10 @@ class Transfer:
     Attributes:
       kind: Kind of collective.
       axes: Mesh axes that it runs over.
-      dims: Mesh axes of each dim of the array whose bytes count: the result of an all-gather, else
-        the operand.
-      devices: Devices of one group. If the collective runs over only a part of the mesh axes, these
-        are fewer devices than the mesh axes have.
+      dims: Mesh axes of each dim of the array that is counted. For an all-gather this is the
+        result, else the operand.
+      devices: Devices of one group. If the collective splits a mesh axis in two parts and runs over
+        one, a group has fewer devices than `axes`.
     """
 
     kind: Kind
@@ -77,8 +77,8 @@ def find_move(held: Dims, goal: Dims, sizes: Mapping[str, int]) -> ValueMove:
     current = _sliced(held, goal)
     changed = [at for at, (have, want) in enumerate(zip(held, goal, strict=True)) if have != want]
     left, entered = ({place[axis] for axis in moved} for place in (before, after))
-    # A dim that loses one mesh axis and gets another one is not gathered here. The case below
-    # exchanges this dim and notes a doubt.
+    # If a dim loses one mesh axis and gets another one (`left & entered`), XLA does not gather
+    # here. `_exchanged` follows this case below, with a doubt.
     if len(left | entered) > _PAIR and len(moved) > 1 and not left & entered:
         # XLA slices the new dims only after the gathers, so the gathers send shards of `held`.
         return ValueMove(transfers=tuple(_gathered(held, moved, sizes)[0]))
@@ -214,7 +214,7 @@ def _entered(
             pairs.append((have[0], want[0]))
     if len(pairs) == 2 and pairs[0] == pairs[1][::-1]:
         return pairs[0]
-    # A new mesh axis replaces a mesh axis that moves to another dim.
+    # The other case: one mesh axis moves to another dim, and a new mesh axis takes its place.
     return pairs[0] if len(pairs) == 1 == len(moved) and len(changed) == 2 else None
 
 

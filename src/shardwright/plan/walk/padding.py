@@ -70,15 +70,15 @@ def padded_copies(
         *_, heads, last = birth.shape
         padded = birth.size // last * -(-last // _LANES) * _LANES
         copy = Buffer(
-            # The compiler may make two copies of an array with one head, and one copy of others.
+            # The compiler may make two copies of an array with one head, but one if it has several.
             size=2 * padded if heads == 1 else padded,
             kind=TEMPORARY,
             dtype=birth.dtype,
             shape=birth.shape,
             source=birth.source,
         )
-        # Set `late` only if a slot gets several rows, as in prefill: a decode step writes one row
-        # into each slot.
+        # The copy may stay until the end (`late`) if a slot gets several rows, as in prefill. A
+        # decode step writes only one row into each slot.
         timeline.padded[birth] = Padded(buffer=copy, late=written > array.shape[0])
         copies.append(copy)
     return copies
@@ -120,7 +120,7 @@ def turned_copies(name: str, births: Iterable[Buffer | None]) -> list[Buffer]:
 
 
 def keep_copies(read: Iterable[Buffer | None], timeline: Timeline) -> None:
-    """Keep the padded copies of arrays that a matmul with one row reads, until the end."""
+    """Keep in memory, until the end, the padded copies of arrays that a one-row matmul reads."""
     for each in read:
         for root in () if each is None else roots(each):
             padded = timeline.padded.get(root)
@@ -129,7 +129,7 @@ def keep_copies(read: Iterable[Buffer | None], timeline: Timeline) -> None:
 
 
 def with_one_row(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return, for a matmul, the inputs of each operand that is multiplied by only one row.
+    """Return the items of `read` for the operands that a matmul multiplies by only one row.
 
     Args:
       equation: A matmul.

@@ -104,7 +104,8 @@ def _inside(
     equation: Any, body: Any, variable: Any, held: Mapping[Any, ShardedValue], depth: int
 ) -> Dims | None:
     """Return the sharding of a value that a called jaxpr combines with its operand `variable`."""
-    # A `cond` by platform has one operand more than its branches: the index of the branch.
+    # A `cond` that chooses by platform has one operand more than its branches: the index of the
+    # branch.
     given = equation.invars[len(equation.invars) - len(body.invars) :]
     pairs = list(zip(body.invars, given, strict=True))
     known = {

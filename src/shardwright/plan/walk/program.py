@@ -258,7 +258,7 @@ def written_target(equation: Any, ledger: Ledger) -> ShardedValue | None:
         return None
     aval = equation.invars[0].aval
     if equation.primitive.name == "reshard":
-        # A `reshard` changes nothing over Auto axes. The type of its result has the Explicit axes.
+        # A `reshard` keeps all Auto mesh axes. The Explicit ones are in the type of its result.
         return ShardedValue(dims=(KEEP,) * aval.ndim)
     dims = ledger.dims_of(sharding.spec, aval.ndim)
     origin = Origin(source=_jax.source_line(equation))

@@ -45,10 +45,10 @@ def view(step: PlanStep) -> list[ShardedValue]:
 
 
 def cut(step: PlanStep) -> list[ShardedValue]:
-    """Follow a primitive that cuts, joins or sorts along dims: these dims must not be sharded.
+    """Follow a primitive that cuts, joins or sorts along dims. Sharded ones are gathered.
 
-    If one of these dims is sharded, the plan notes a doubt, because compilers may exchange the
-    edges of shards instead.
+    The plan notes a doubt about such a gather, because compilers may exchange the edges of shards
+    instead.
     """
     known = correspondence(step.equation)
     assert known is not None
@@ -135,8 +135,8 @@ def constraint(step: PlanStep) -> list[ShardedValue]:
     # The key is that of `PlanStep.move` with `use=None`, so later gathers to these dims share it.
     key = (variable, dims, None)
     if key not in step.scope.moved:
-        # A spec that is written by hand has no axes, so keep the origins of an annotation before
-        # it.
+        # A spec that is written by hand names no semantic axes, so keep the origins of an
+        # annotation before it.
         origins = merged_origins([target, value])
         moved = step.ledger.move(value, step.avals[0], dims, step.location, origins=origins)
         step.scope.moved[key] = moved

@@ -116,7 +116,7 @@ class PlanStep:
 
     @property
     def place(self) -> EquationIds:
-        """The key of the equation: the ids of the equations that contain it, and its own id."""
+        """Where the equation is: the ids of the equations that contain it, and its own id."""
         # JAX shares a jaxpr between equal calls, so several equations may have one id.
         return (*self.location.calls, id(self.equation))
 
