@@ -78,8 +78,8 @@ def _follow(
         for body in bodies(equation):
             own = body.of_operands(operands)
             if body.runs is not Runs.ONCE:
-                # Carries change, so no carry is a weight. A scan cuts the first dim of the operands
-                # after the carries.
+                # Carries change, so no carry is a weight. A scan removes the first dim of the
+                # operands after the carries.
                 rows = body.fixed + body.carried
                 cut_rows = [each and (each[0], each[1] + 1) for each in own[rows:]]
                 own = [*own[: body.fixed], *[None] * body.carried, *cut_rows]

@@ -3,7 +3,7 @@
 Processes with different rules compile different programs, and then wait for each other in a
 collective forever. So a manager compares its values when it is first entered. The first entry waits
 until every process of the mesh has entered a manager with the same digest of its values. Each
-digest has a meeting of its own, so threads may enter several managers in any order.
+digest has a `Meeting` of its own, so threads may enter several managers in any order.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class _Entering:
         room = f"{_ROOM}/meetings/{group.name}/{self._name}"
         self.meeting = Meeting(self._store, room, len(group.ranks))
         self._own = f"{_ROOM}/entered/{group.rank}/{self._name}"
-        # Announce before counting: the process that arrives last reads what all have announced.
+        # Announce this process before `arrive` counts it: the last to arrive reads all
+        # announcements.
         self._enter(failed=False)
         self.meeting.arrive()
         self._differs_since = 0.0
@@ -178,7 +179,7 @@ class _Entering:
         return compare.disagreement(sides, what, _FIX, suffix=suffix)
 
     def _entered(self) -> dict[int, dict[str, Any]]:
-        """Return for each process, by rank: name of a manager that it entered -> the entry."""
+        """Return, by rank, the managers that each process has entered: `_name` -> its entry."""
         entered: dict[int, dict[str, Any]] = {}
         for key, value in self._store.entries(f"{_ROOM}/entered").items():
             rank, name = key.split("/")
@@ -197,9 +198,9 @@ class _Entering:
         """Return the digest of the manager that each absent process has entered instead.
 
         This is the first manager that the absent process has entered and this process has not.
-        Each process numbers the managers that it enters. A manager with a lower number than that of
-        this process may belong to another thread, so it is left out. With `late`, it is included,
-        unless its comparison failed.
+        Each process numbers the managers that it enters. A manager with a lower number than the one
+        that this process enters may belong to another thread, so it is left out. With `late`, it is
+        included, unless its comparison failed.
         """
         entered = self._entered()
         own, others = entered.get(self._group.rank, {}), {}

@@ -42,7 +42,7 @@ PATIENCE_S: Final = 300.0
 CROSSING_S: Final = 3.0
 MOST_PROBLEMS: Final = 10
 _MOST_RANKS: Final = 10
-# For each topic, the store keeps the keys of this many calls: the latest ones.
+# Number of calls, the latest ones of a topic, whose keys the store keeps.
 _KEPT: Final = 4
 # Seconds to wait for the values of another process, after the digests differ.
 _FACTS_S: Final = 4.0
@@ -55,7 +55,7 @@ class Fact(NamedTuple):
 
     Attributes:
       text: The value.
-      place: Where the value is written, or empty. It may differ between processes.
+      place: Where the value is written, or empty. The place may differ between processes.
       kind: Kind of the value, or empty. Messages show only the first difference of each kind.
     """
 
@@ -192,7 +192,7 @@ def compare(
     number = store.count(calls)
     meeting = Meeting(store, f"{room}/{number}", len(group.ranks))
     digest = facts_digest(facts)
-    # Announce before counting: the process that arrives last reads all digests.
+    # Write the digest before `arrive` counts this process: the last to arrive reads all digests.
     store.set(f"{meeting.folder}/digests/{group.rank}", digest.encode())
     meeting.arrive()
     if meeting.is_first and number > _KEPT:
@@ -349,7 +349,7 @@ class Waiting:
 
 
 def publish_ranks(group: ProcessGroup) -> None:
-    """Write the ranks of a group under its name. Keys have the name, as the ranks are too long."""
+    """Write the ranks of a group under its name. Keys use the name: ranks would be too long."""
     group.store.set(f"{ROOT}/groups/{group.name}/ranks", json.dumps(group.ranks).encode())
 
 
