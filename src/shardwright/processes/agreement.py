@@ -218,6 +218,6 @@ class _Entering:
 
 
 def _differing(others: dict[int, str]) -> MeetingVerdict:
-    """Return the verdict if absent processes have entered managers with other digests."""
+    """Return the verdict for absent processes that have entered managers with other digests."""
     rank, digest = min(others.items())
     return {"rank": rank, "digest": digest, "same": sum(d == digest for d in others.values())}

@@ -229,6 +229,6 @@ def _data_text(leaf: Any) -> str:
 
 def _digits(leaf: Any) -> str:
     array = np.ascontiguousarray(np.asarray(leaf))
-    # View the values as bytes, because dtypes such as bfloat16 have no buffer.
+    # View the values as bytes, because dtypes such as bfloat16 have no buffer protocol.
     data = array.reshape(-1).view(np.uint8)
     return hashlib.blake2b(data.data, digest_size=_BYTES_OF_DIGEST).hexdigest()

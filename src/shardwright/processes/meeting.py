@@ -172,7 +172,7 @@ def any_late(store: _jax.CoordinationStore, absent: Sequence[int]) -> bool:
 
 
 def unanswered(what: str) -> MeetingVerdict:
-    """Return the verdict if all processes have arrived, but the last one has not decided."""
+    """Return the verdict for the case that all have arrived, but the last one has not decided."""
     return {
         "error": f"all processes have reached {what}, but the last process has not compared them",
         "fix": "look in the output of the other processes: one of them has ended",

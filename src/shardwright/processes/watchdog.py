@@ -252,7 +252,7 @@ class Watchdog(threading.Thread):
         return {rank: text for rank, text in silent.items() if rank not in raised} or texts
 
     def _silent(self, beats: dict[int, _Beat], seconds: float) -> dict[int, str]:
-        """Return the processes whose last beat is at least some seconds old."""
+        """Return a text for each process whose last beat is at least `seconds` old, by rank."""
         missing = {}
         for rank in self._led - {self._rank}:
             if (beat := beats.get(rank)) is None:
@@ -391,7 +391,7 @@ class _MainThread:
 
     def _answer(self, _: object) -> int:
         self._pending = False
-        # in `collect`, the main thread waits for others
+        # In `collect`, the main thread waits for other processes, which does not count as running.
         if not _jax.is_in(sys._getframe(), collect.__code__):
             self._ran = True
         return 0

@@ -66,8 +66,8 @@ def sends_of(source: DeviceGrid, target: DeviceGrid) -> tuple[Send, ...]:
             )
             candidates = holders[holder]
             stays = own in candidates
-            # Among the candidates that have sent the fewest units, the nearest one sends. So
-            # devices with the same block send in a ring.
+            # Among the candidates that have sent the fewest units, the nearest to the receiver
+            # sends. So devices with the same block send in a ring.
             sender = (
                 own
                 if own is not None and stays
