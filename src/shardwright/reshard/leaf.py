@@ -180,7 +180,7 @@ def _transfer(
                 for copy, goal, send in zip(copies, goals, sends, strict=True)
             ]
         # Sends are sorted by receiver, then by unit. Each argument of a program has one block per
-        # device, so one flat array consists of unit k of each receiver.
+        # device, so the k-th flat array consists of unit k of each receiver.
         columns = [copies[unit::units] for unit in range(units)]
         arrived = [
             _flat(dict(zip(receivers, column, strict=True)), target_mesh) for column in columns

@@ -103,7 +103,7 @@ def _size(rows: int, most: int) -> int:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Return a number of bytes, which may be text such as `64MiB`.
+    """Return the number of bytes that `size` means: an integer, or text such as `64MiB`.
 
     Raises:
       ShardingError: `size` is neither a positive integer nor such text.

@@ -46,7 +46,7 @@ class Move:
       target: Dimension that the mesh axes shard after the step, or None.
       before: Mesh axes of every dimension before the step.
       after: Mesh axes of every dimension after the step.
-      bytes: Bytes that each device sends, with ring algorithms.
+      bytes: Bytes that each device sends, if a collective runs on a ring.
     """
 
     kind: MoveKind

@@ -198,13 +198,13 @@ def _carrier(dtype: np.dtype) -> Any:
 
 
 def _bits(dtype: np.dtype) -> int:
-    """Return the bits of an element. `itemsize` is not enough: an int4 takes a byte on the host."""
+    """Return the bit width of a dtype. `itemsize` is not enough: an int4 takes a byte on the host."""
     first = re.search(r"\d+", dtype.name)
     return int(first[0]) if first and int(first[0]) < 8 else 8 * dtype.itemsize
 
 
 def wire_view(block: np.ndarray, route: Route) -> np.ndarray:
-    """Return a block on the host as `_leave` expects it."""
+    """View a block on the host as the integers that `_leave` expects, if it expects integers."""
     carrier = _carrier(route.wire_dtype)
     return block if carrier is None else block.view(carrier)
 
@@ -245,7 +245,7 @@ def _put(
 def _put_carried(
     shard: jax.Array, piece: jax.Array, pieces: Pieces, start: jax.Array, carrier: Any
 ) -> jax.Array:
-    """Write one piece group by group. On the CPU, only this form is in place (jaxlib 0.10)."""
+    """Write one piece group by group. On the CPU, only this form updates in place (jaxlib 0.10)."""
     dim = pieces.dim
     assert dim is not None
     carried = jax.lax.bitcast_convert_type(piece, carrier)
@@ -289,7 +289,7 @@ def _exchange(route: Route, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     unit = _piece_unit(route)
     local = route.pieces.shape(route.target.local_shape(route.shape))
     # The mesh has the device order of the target. Senders are numbered in the device order of the
-    # source.
+    # source, so `place` translates their numbers.
     order = {device: at for at, device in enumerate(route.target.devices)}
     place = [order[device] for device in route.source.devices]
     rounds = schedule(route.source, route.target)
