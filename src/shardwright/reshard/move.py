@@ -64,7 +64,7 @@ def reshard(
     dtype: Any = None,
     progress: Callable[[Progress], object] | None = None,
 ) -> Any:
-    """Move a tree of arrays, as `PartitionManager.reshard` says."""
+    """Move a tree of arrays; see `PartitionManager.reshard`."""
     if isinstance(manager.mesh, AbstractMesh):
         raise constraint.no_devices()
     targets = target_shardings(manager, tree, specs)

@@ -198,7 +198,7 @@ def _carrier(dtype: np.dtype) -> Any:
 
 
 def _bits(dtype: np.dtype) -> int:
-    """Return the bit width of a dtype. `itemsize` is not enough: an int4 takes a byte on the host."""
+    """Return the bits per element. `itemsize` is not enough: an int4 takes a byte on the host."""
     first = re.search(r"\d+", dtype.name)
     return int(first[0]) if first and int(first[0]) < 8 else 8 * dtype.itemsize
 

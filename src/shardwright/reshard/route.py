@@ -151,7 +151,7 @@ def find_route(
       to_dtype: Dtype after the move.
       source: Sharding before the move; None for an array on the host.
       target: Sharding after the move.
-      limit: Bytes of a piece, over all devices.
+      limit: Largest number of bytes of a piece, over all devices.
 
     Raises:
       ShardingError: The source is unreduced, or not cut into equal blocks.
@@ -202,7 +202,7 @@ def find_route(
         # Collectives need fewer steps, so they may send up to 1.5 times the least bytes.
         if 2 * route.bytes_sent <= 3 * missing:
             return route
-    # A round of blocks that stay is a local copy, so it counts as no permute.
+    # A round of blocks that stay is a local copy, so it does not count as a permute.
     rounds = sum(not sends[0].stays for sends in schedule(before, after))
     base = dataclasses.replace(base, way=Way.EXCHANGE, rounds=rounds)
     return _with_pieces(base, ends, sent=missing, missing=missing, limit=limit)

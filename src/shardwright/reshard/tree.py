@@ -61,7 +61,7 @@ class LeafMove:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardPlan:
-    """How a tree moves. `print(plan)` shows a table. Bytes are sums over all devices and copies.
+    """How a tree moves. `print(plan)` shows a table. Bytes are summed over all devices.
 
     Attributes:
       leaves: One entry per array, in the order of the tree.
@@ -181,7 +181,7 @@ def plan_reshard(
     donate: bool = False,
     dtype: Any = None,
 ) -> ReshardPlan:
-    """Return how `reshard` would move a tree, as `PartitionManager.plan_reshard` says."""
+    """Return how `reshard` would move a tree; see `PartitionManager.plan_reshard`."""
     targets = target_shardings(manager, tree, specs)
     sources = None if source is None else source_shardings(source, tree, specs)
     return plan_moves_of(tree, targets, sources=sources, piece=piece, donate=donate, dtype=dtype)

@@ -32,8 +32,8 @@ class TriedCandidate:
       written: The mesh axes as the rule has them, or empty for `-`.
       live: The mesh axes of `written` that the mesh has. Mesh axes of size 1 are left out, except
         under `order = "rules"`.
-      skipped: Records of what was skipped before this candidate: mesh axes, and candidates without
-        any mesh axis left.
+      skipped: Records of what is skipped until `live` is tried: mesh axes of this candidate, and
+        earlier candidates without any mesh axis left.
       misses_axis: Whether `policy.missing` replicates the dim, because the candidate names a mesh
         axis that the mesh does not have.
       parts: For a composite, the mesh axes that each member adds to `live`.

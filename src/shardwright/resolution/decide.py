@@ -277,8 +277,8 @@ class Decider:
     def _chosen(self, pending: PendingDecision, rule: Chain, size: int | None) -> DimDecision:
         attempts = self.attempt(self.candidates(rule), size)
         pending.rule, pending.skipped = rule.ref, tuple(attempts.skipped)
-        # This test needs no size: without a size, `attempt` sets the flag only if no earlier
-        # candidate can apply.
+        # This test needs no size: without a size, `attempt` sets `dropped_missing` only if no
+        # candidate before the one with the missing mesh axis can apply.
         if attempts.dropped_missing:
             return pending.decided(Outcome.POLICY_MISSING)
         if size is None and self.needs_shape(attempts, rule):
