@@ -122,8 +122,8 @@ class Composite:
         A skip of a member is recorded only once: in the first candidate of the product that comes
         after this skip.
         """
-        # Compare by identity, because equal candidates of two members both report what they
-        # skipped.
+        # Compare by identity: two members may have equal candidates, and each must report its
+        # skips.
         reported: set[int] = set()
         # For "dp | -" and "sp | -", the product is dp+sp, dp, sp, -.
         for at, picks in enumerate(itertools.product(*self.chains)):

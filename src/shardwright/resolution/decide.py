@@ -251,12 +251,13 @@ class Decider:
     def _semantic_rule(self, dim: Dim) -> Rule | None:
         """Return the rule of `dim.semantic_axis`, or None if the dim keeps its own rule.
 
-        Exceptions by path come before tables. In both, a rule for the parallelism axis itself takes
-        precedence over the rule of the semantic axis.
+        `[[tensors]]` entries come before tables. On both levels, a rule for the parallelism axis
+        itself takes precedence over the rule of the semantic axis.
         """
         # Without `[[tensors]]` entries, there is only the level of the tables.
         for find in (self._tensor, self._stated) if self.rules.tensors else (self._stated,):
-            # A rule `tensor_parallel = "-"` under [params] counts as a rule of the axis itself.
+            # A rule `tensor_parallel = "-"` under [params] counts as a rule of the parallelism
+            # axis.
             if [axis for axis in dim.axes if find(axis) is not None]:
                 return None
             rule = find(dim.semantic_axis)
@@ -506,7 +507,7 @@ def _conflict_fix(
     if pending.literal:
         return once + "None or another mesh axis here"
     if pending.named in holders:
-        # Two dims may have one axis only if its rule shards nothing, as for the window of a conv.
+        # Two dims may have the same axis only if its rule shards nothing, as for a conv's window.
         scores = ": attention scores, for instance, are (BATCH, HEAD, QUERY_LENGTH, BIAS_KV_SEQ)"
         return f"give each dim its own axis, or EMPTY{scores if 'LENGTH' in pending.named else ''}"
     end = f', or end the rule in a fallback, "{rule.ref.text} | -"'

@@ -81,8 +81,8 @@ class StoredDims:
 def add_zero1(param: Derived, rule: Rule | None, array: StoredDims) -> Derived:
     """Shard optimizer state over mesh axes that its parameter does not use.
 
-    The first dim that divides over its own mesh axes and all free ones together gets the free ones
-    as minor axes. Dims annotated `EMPTY` are never sharded.
+    The free mesh axes become minor axes of the first dim that divides over its own mesh axes and
+    all free ones together. Dims annotated `EMPTY` are never sharded.
 
     Args:
       param: Decisions of the parameter.
@@ -124,8 +124,8 @@ def add_largest_dim(weight: Derived, policy: Policy, array: StoredDims) -> Deriv
         and LAYERS not in array.dims[decision.dim].axes
     ]
     try:
-        # Sort by the size of the whole dim. Of equal dims, take the first. `fits` judges a merged
-        # dim by its first member.
+        # Sort by the size of the whole dim, although `fits` judges a merged dim by its first member
+        # only. The sort is stable, so of equal dims the first one is tried first.
         able.sort(key=lambda decision: -(decision.size or 0))
         # Count the elements of one layer of a stack: in a scan over layers, `gather` asks about one
         # layer.

@@ -174,9 +174,9 @@ class PartitionAxis(Attributes):
     - `NOT_GIVEN`: the default. By default, `decode_head_axis` has the value of `head_axis`, and so
       on.
 
-    The `decode_*` attributes also apply in insert. `sequence_axis` has no `decode_*` attribute. In
-    decode and insert a `LENGTH` of size 1, which is the one new token, has the rule of
-    `QUERY_LENGTH`. In a parameter, `EMBED` is sharded over (fsdp, sp).
+    The `decode_*` attributes also apply in the mode insert. `sequence_axis` has no `decode_*`
+    attribute. In decode and insert a `LENGTH` of size 1, which is the one new token, has the rule
+    of `QUERY_LENGTH`. In a parameter, `EMBED` is sharded over (fsdp, sp).
 
     The defaults differ from the preset files: hidden states are sharded over tp, and the batch is
     sharded over fsdp before dp.
