@@ -49,8 +49,8 @@ class Recent(dict[Any, Any]):
             if current is None:
                 current = value
             if len(self) >= KEPT:
-                # Drop the former `_older`. Entries of it that were used since the last swap are in
-                # this dict too.
+                # Drop the former `_older`. Entries of it that were used since it became `_older`
+                # are in this dict too.
                 self._older = dict(self)
                 self.clear()
             self[key] = current

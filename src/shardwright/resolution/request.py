@@ -130,7 +130,7 @@ def _lower_fitted(
             )
             raise
     fitted = (*lowered.dims, *[Dim(axes=())] * len(shape))[: len(shape)]
-    # `lower` has no shape above, so it could not check the sizes of merged dims.
+    # `lower` got no shape above, so it could not check the sizes of merged dims.
     check_merged(fitted, shape)
     note = f'policy rank = "fit": {len(lowered.dims)} dims fitted to the array\'s {len(shape)}'
     return dataclasses.replace(lowered, dims=fitted), (note,)

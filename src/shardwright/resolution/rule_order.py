@@ -7,9 +7,9 @@ are sorted by rank, and each is tried once. The ranks are:
 2. Candidates of the tables, in the order in which tables are looked up, then by place in the table.
 3. Default rules, by dim.
 
-A composite has the rank of the member that comes first. As in `decide`, a candidate fits if no
-other dim has its mesh axes and the size divides. When the last candidate of a dim has failed, the
-rule's fallback or the policy decides the dim, before the next rule is tried.
+A composite has the rank of the member that comes first. As in `decide`, a candidate fits if its
+mesh axes are free and the size divides. When the last candidate of a dim has failed, the rule's
+fallback or the policy decides the dim, before the next rule is tried.
 
 A mesh axis of size 1 conflicts like any other mesh axis, although the spec does not contain it.
 With `policy.conflict = "next"`, rules have the same meaning as flax's `logical_axis_rules`.

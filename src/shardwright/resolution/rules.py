@@ -123,7 +123,7 @@ class Rule:
       fallback: The fallback that applies if no candidate fits.
       ref: Where the rule is written.
       refs: Where each candidate is written, if the candidates are on different lines.
-      of_one: The rule of a dim of size 1. None means this rule.
+      of_one: The rule for a dim of size 1. None means that `candidates` apply to every size.
     """
 
     candidates: tuple[tuple[str, ...], ...]
@@ -374,14 +374,14 @@ class AxisRules:
     Attributes:
       activations: For each of `MODES`, the table that applies, sorted by axis.
       params: For each of `MODES`, the table that applies to stored weights.
-      tensors: Exceptions by path; the first match applies.
+      tensors: `[[tensors]]` entries, which are exceptions by path; the first match applies.
       user_axes: Axes that the strategy declares.
       policy: What to do if a rule cannot be applied exactly.
       attention: Pairs of a mode and the line that names its implementation of attention, sorted.
       pipeline: How the layers of a stack run over pp, or None if the strategy does not say.
       order: Under `policy.order = "rules"`, the axis of every candidate, in the order of the
         attempts. One tuple for the activations of each of `MODES`, then one for the parameters of
-        each. Empty under other policies.
+        each. Empty under another order.
       memory: Where parameters and optimizer state live; the first rule that applies decides.
       saved: Values that rematerialization saves, and where.
       known_axes: Every axis that an annotation may use.
@@ -594,7 +594,7 @@ def build_rules(
     Args:
       tables: Tables of axis -> rule, by name: `rules`, `params`, `modes.<m>` and
         `modes.<m>.params`.
-      tensors: Exceptions by path.
+      tensors: `[[tensors]]` entries, which are exceptions by path.
       user_axes: Axes that the strategy declares.
       policy: What to do if a rule cannot be applied exactly. Defaults to raising errors.
       attention: Mode -> the line that names its implementation of attention; `default` is for the
@@ -603,8 +603,8 @@ def build_rules(
       orders: Name of a table -> the axes of its candidates, in the order in which these are
         written. Defaults to the order of the table. Only `policy.order = "rules"` needs it.
       memory: Where parameters and optimizer state live; the first rule that applies decides.
-      saved: Values that rematerialization saves, and where. Defaults to the values that each policy
-        saves, on the device.
+      saved: Values that rematerialization saves, and where. By default, all values that it saves
+        stay on the device.
     """
 
     def layer(*names: str) -> RuleTable:

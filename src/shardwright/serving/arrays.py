@@ -50,7 +50,9 @@ ON_DEVICE: Final = -1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceState:
-    """A sequence in a call. A call is in flight until the host has fetched its results.
+    """The state of a sequence, which a call of a compiled function gets.
+
+    A call is in flight until the host has fetched its results.
 
     Attributes:
       slot: Its slot.
@@ -173,7 +175,7 @@ class Arrays(abc.ABC):
             latest `prefill` has sampled. The host need not know it.
 
         Returns:
-          `[rows]` codes. None if prompts are read in place, so that nothing moves.
+          `[rows]` codes. None if prompts are read into their pages, so that nothing moves.
         """
 
     @abc.abstractmethod
@@ -566,7 +568,7 @@ class PageArrays(Arrays):
             return on_device(last, self._setup.device)
 
     def _batch(self, count: int, sequences: Mapping[int, SequenceState]) -> PagedBatch:
-        # In a table, the number of all pages means "no page".
+        # In a table, the number of pages, which is one past the last index, means "no page".
         tables = np.full((count, self._columns), self.pages, np.int32)
         state = np.zeros((3, count), np.int32)
         for at, each in sequences.items():
@@ -590,7 +592,8 @@ def _chunks_of(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens `[rows, chunk]`, and the `entries` `[2, rows]` of a prefill.
 
-    Row 0 of the entries has the number of tokens of each row. Row 1 has zeros.
+    Row 0 of the entries has the number of tokens of each row. Row 1 has zeros, which the caller
+    replaces.
     """
     tokens, entries = np.zeros(shape, np.int32), np.zeros((2, shape[0]), np.int32)
     for row, chunk in chunks.items():

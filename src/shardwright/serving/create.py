@@ -31,8 +31,8 @@ from shardwright.vocabulary.integers import read_integer
 from shardwright.vocabulary.modes import MODE_DECODE
 
 # Number of chunks of a prompt that are read before the prompt leaves its row to a waiting prompt.
-# If a row changes its prompt, two caches are copied, and are also moved if prefill has its own
-# mesh. Prompts that are read into their pages change rows at no cost.
+# If a row changes its prompt, the caches of both prompts are copied, and are also moved if prefill
+# has its own mesh. Prompts that are read into their pages change rows at no cost.
 _QUANTUM: Final = 4
 
 

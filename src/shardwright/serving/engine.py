@@ -88,7 +88,7 @@ class Handle:
         return self._job.completion is not None
 
     def _has(self, at: int) -> bool:
-        """Tell whether token number `at` of the text is written, or will never be written."""
+        """Return True if token number `at` of the text is written, or will never be written."""
         return self._has_ended() or at < len(self._job.text)
 
     def _raise_failure(self) -> None:
@@ -149,8 +149,8 @@ class Engine:
           params: The weights, sharded by the manager.
           shape: Sizes of the keys and values that the model stores in a cache.
           slots: Number of sequences that are decoded together.
-          capacity: Tokens of a slot, including the prompt. Defaults to the window of a sliding
-            cache.
+          capacity: Largest number of tokens in a slot, with the prompt. Defaults to the window of a
+            sliding cache.
           cache: "dense", "sliding", "quantized" or "paged".
           cache_options: Options of that kind of cache, such as `page_size` and `pages`; see
             `caches.init`. With `pages="90%"`, the pool has as many pages as fit while at most 90 %

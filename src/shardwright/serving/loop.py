@@ -2,8 +2,9 @@
 
 The scheduler records which request owns which slot and row. The arrays are on devices. Each stage
 of a step changes both the scheduler and the arrays, or neither. If a stage fails after the arrays
-have changed, the requests in these arrays fail, and the arrays are replaced. Rows live in slots or
-in pages: the arrays and the space of the scheduler know which, and the steps are the same for both.
+have changed, the requests in these arrays fail, and the arrays are replaced. The cached tokens are
+in slots or in pages: the arrays and the scheduler's `space` know which, and the steps are the same
+for both.
 
 A stage begins a call, which is then in flight: the devices compute it, and the host has not fetched
 its results. With `ahead`, a step fetches the results of the step before it, so the devices do not
@@ -103,8 +104,9 @@ class Loop:
         self.stepping, start = True, self.meter.now()
         self._step += 1
         try:
-            # If several processes run the engine, they have agreed on the jobs that end now, so end
-            # these jobs. They have not yet agreed on the jobs that fail in this step.
+            # If several processes run the engine, end here the jobs on whose end they have agreed.
+            # Jobs that fail in this step end in the next step, after the processes have agreed on
+            # them. So `_end_unless_shared` below does not end them.
             if self.calls.are_compared:
                 self._end_requested()
             self._hand_out()
@@ -243,8 +245,8 @@ class Loop:
             return
         # `kept` are the rows that continue a prompt. Prefill empties the other rows first.
         kept = [row for row, job in self.scheduler.rows.items() if job.read]
-        # A job that was preempted after its first token already has its next token, so prefill
-        # draws none for it.
+        # A job that was preempted after its first token reads its text again, without its last
+        # token. This token is the next one, so prefill draws none.
         first = {
             chunk.row
             for chunk in chunks
@@ -451,9 +453,9 @@ class Loop:
     def _changing(self, part: str) -> Iterator[None]:
         """Change the scheduler and a part of the arrays together.
 
-        If the body of the context fails after the arrays have changed, fail the requests in them.
-        In any case, settle the calls in flight: these calls began before the failure, so the
-        failure does not affect them.
+        If the body of the context fails, settle the calls in flight: they began before the failure,
+        so it does not affect them. If the arrays have changed by then, also fail the requests in
+        them.
         """
         # If the body fails before it changes the part, the part is the same object, and its arrays
         # exist. If the body fails after that, the part was replaced, or its arrays were donated.
@@ -474,8 +476,8 @@ class Loop:
     def _give_up(self, part: str, cause: BaseException, jobs: Sequence[Job] = ()) -> None:
         """Replace a part of the arrays, and fail the requests that lose tokens.
 
-        The jobs in that part lose tokens, and so do the jobs whose arrays a call in flight has
-        changed.
+        These are the jobs that the part holds, and the jobs of calls in flight that changed the
+        part.
 
         Args:
           part: Name of the part.
