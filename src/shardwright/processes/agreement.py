@@ -162,7 +162,7 @@ class _Entering:
 
         Also record in the store that this process has left the manager.
         """
-        # Give the number back, so that the next attempt is compared under the same number.
+        # Undo the count of equal managers, so that the next attempt gets the same name.
         self._store.count(self._times, -1)
         if "error" in verdict:
             self._store.delete(self._own)

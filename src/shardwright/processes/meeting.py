@@ -125,8 +125,8 @@ def collect(
     Args:
       meeting: The meeting, at which this process has arrived.
       decide: Called by the last process, for the verdict.
-      look: Called now and then with the seconds of waiting. It returns a verdict if the meeting
-        cannot succeed.
+      look: Called now and then with the seconds since the wait began. It returns a verdict if the
+        meeting cannot succeed.
       fail: Returns the verdict if not all processes arrive in time.
       is_late: Tells whether an absent process is late, and not just compiling.
       patience: Seconds to wait.

@@ -207,7 +207,7 @@ class Watchdog(threading.Thread):
         return now - since
 
     def _is_silent(self, rank: int) -> bool:
-        """Tell whether several beats of a process are missing: the last one may be outdated."""
+        """Tell whether a process missed several beats, so that its last beat may be outdated."""
         now = time.monotonic()
         return now - self._seen.get(rank, (0, now))[1] > 4 * self._interval
 

@@ -121,7 +121,7 @@ def _grid_of_slices(sharding: Sharding, shape: Sequence[int]) -> DeviceGrid:
         )
         for cuts in slices.values()
     )
-    # JAX refuses arrays of unequal shards for a NamedSharding, but not for every other sharding.
+    # For a NamedSharding, JAX refuses unequal shards. For some other shardings it accepts them.
     if any(size != part * count for size, part, count in zip(shape, local, counts, strict=True)):
         raise ShardingError(
             f"{sharding} cuts the shape {tuple(shape)} into unequal blocks",

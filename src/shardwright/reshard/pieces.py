@@ -1,4 +1,4 @@
-"""Cut a move into pieces, so that the caller can bound the size of its temporaries."""
+"""Cut a move into pieces, so that the caller can bound the bytes of the move's temporaries."""
 
 from __future__ import annotations
 

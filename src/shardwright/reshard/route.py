@@ -278,7 +278,7 @@ def common_axes(source: DeviceGrid, target: DeviceGrid) -> CommonAxes | None:
 
     - The source or the target is not on a mesh.
     - The meshes have different devices.
-    - Their sizes have no common factorization, such as `2,3` and `3,2`.
+    - Their sizes, such as `2,3` and `3,2`, have no common factorization.
     - The device order of the source is not a transposition of that of the target.
     """
     if not source.axes or set(source.devices) != set(target.devices):

@@ -246,7 +246,8 @@ class Resolution:
       role: activation, param, use or state.
       path: The tensor's path, or empty.
       problems: The problems of the request, or empty.
-      notes: Remarks that concern no single dim, such as an annotation fitted to another rank.
+      notes: Remarks that concern no single dim, such as that an annotation was fitted to another
+        rank.
       memory: The line of `[memory]` that decides where the array lives. None if no line names the
         array: it then lives on the device, as every scalar does.
       unreduced: For an `Unreduced` annotation, the decision of the dim that was summed over: the

@@ -148,7 +148,8 @@ def _split_block(decision: DimDecision, whole: int) -> Problem:
         blocks = f"{size} blocks of {whole // size}"
     return Problem(
         error=IndivisibleError,
-        what=f"{blocks} do not divide over {over}, as the whole dim does: a block may not be split",
+        what=f"{blocks} do not divide over {over}, although the whole dim does: a block may not be "
+        "split",
         dim=decision.dim,
         axis=decision.label,
         size=size,

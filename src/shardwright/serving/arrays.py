@@ -435,7 +435,7 @@ class SlotArrays(Arrays):
         Return the caches of this batch, and `[rows]` codes of `Refusal`.
 
         Args:
-          slots: `[rows]` int32, the slot that each row gets, as in `steps.resume`.
+          slots: `[rows]` int32, the slot whose prompt each row gets, as in `steps.resume`.
         """
         setup = self._setup
         assert setup.manager is not None

@@ -47,8 +47,8 @@ class ShardedValue:
     Attributes:
       dims: Mesh axes of each dim.
       owed: Mesh axes over which the value is a partial sum that must still be added up.
-      groups: Parts of `owed` that XLA adds one after the other, since reductions and matmuls add
-        dim by dim. Empty means one group.
+      groups: Parts of `owed` over which XLA sums one after the other, since reductions and matmuls
+        sum dim by dim. Empty means one group.
       sum_dtype: Element type of the terms of a partial sum, if the sum is converted later. XLA adds
         the terms before it converts the sum. Empty means the type of the value.
       widened_from: Element type that the value, or the terms of the sum, had before they were
