@@ -102,7 +102,10 @@ def _read_with_orbax(orbax: Any, folder: str, targets: Sequence[TargetLeaf]) -> 
 
 
 def _reads(leaf: TargetLeaf, stored: dict[str, Any]) -> Iterator[int]:
-    """Yield the bytes of each read of a leaf. A read covers all chunks that a shard overlaps."""
+    """Yield the size of each read of a leaf, in bytes.
+
+    A read covers all chunks that a shard overlaps.
+    """
     wanted = leaf.read_as()
     if wanted is None:
         return

@@ -295,7 +295,7 @@ def matched(
     partial: bool,
     recut: bool,
 ) -> list[TargetLeaf]:
-    """Return the saved leaf of each leaf of a target; the options are those of `restore`.
+    """Return each leaf of a target with its saved leaf; the options are those of `restore`.
 
     Raises:
       CheckpointError: Leaves of the target do not fit the saved leaves. The error lists all of

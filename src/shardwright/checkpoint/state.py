@@ -39,7 +39,7 @@ class Saving:
     Attributes:
       step: Number of the checkpoint.
       folder: The folder of all checkpoints.
-      bytes: Bytes of the arrays.
+      bytes: Number of bytes of the arrays.
     """
 
     step: int

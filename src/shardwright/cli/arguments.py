@@ -91,7 +91,7 @@ class _Once(argparse.Action):
 
 
 def add_strategy(parser: argparse.ArgumentParser, *, required: bool, what: str = "") -> None:
-    """Add the option `--strategy` of a command about one strategy."""
+    """Add the option `--strategy` to a command that takes one strategy."""
     parser.add_argument(
         "--strategy",
         action=_Once,
@@ -102,7 +102,7 @@ def add_strategy(parser: argparse.ArgumentParser, *, required: bool, what: str =
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
-    """Add the options of one mesh, `--mesh` and `--devices`."""
+    """Add `--mesh` and `--devices` to a command that takes one mesh."""
     parser.add_argument(
         "--mesh",
         metavar="M",

@@ -61,7 +61,7 @@ def _console() -> Any:
     except ImportError:  # rich is optional (the extra `cli`)
         return None
     console = Console(file=sys.stdout)
-    # rich reads NO_COLOR and TERM.
+    # rich decides by NO_COLOR and TERM whether a terminal shows colors.
     return None if console.no_color or console.color_system is None else console
 
 

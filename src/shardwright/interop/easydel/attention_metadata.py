@@ -91,9 +91,9 @@ class AttentionMetadata:
       scan_ring_attention: Run ring attention as a `lax.scan` instead of unrolled. Defaults to True.
       softmax_scale: Factor of the logits. None means `1 / sqrt(head_dim)`.
       dropout_prob: Probability of dropping an attention weight in training. Defaults to 0.0.
-      blocksize_q: Rows of queries in a block. Defaults to 512.
-      blocksize_k: Rows of keys in a block. Defaults to 1024.
-      blocksize_b: Sequences in a block. Must be 1.
+      blocksize_q: Number of queries in a block. Defaults to 512.
+      blocksize_k: Number of keys in a block. Defaults to 1024.
+      blocksize_b: Number of sequences in a block. Must be 1.
 
     Raises:
       AttentionError: No mesh is given or ambient, or a value is not supported. (It is a
