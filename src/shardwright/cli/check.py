@@ -204,8 +204,8 @@ def _check(text: str, tensors: Any, mesh: str | None, devices: int | None) -> Ch
         strategy, label = read_strategy(text)
     except ShardingError as error:
         # A problem inside a file is a finding. A missing file is an error of usage (exit code 2).
-        # The path of a problem inside a file begins with the name of one of the files of the
-        # overlay.
+        # The path of a problem inside a file begins with the name of this file, which is one of the
+        # files of the overlay.
         names = tuple(os.path.basename(name) for name in strategy_names(text) if name)
         if not all(problem.path.startswith(names) for problem in error.problems):
             raise

@@ -197,7 +197,7 @@ def run(arguments: argparse.Namespace) -> int:
                 lines += ["", *verified_text(verified[name], width=width).split("\n")]
             lines += [f"wrote {file}" for file in written[name]]
         print_lines(lines[1:])
-        # `front` has the candidates that fit first, and among these the fastest first.
+        # `front` is sorted: first the candidates that fit, from the fastest to the slowest.
         best = [report.front[0] for report in reports.values() if report.front]
         # The weights move from the candidate of train to the candidate of the other modes.
         if len(best) == 2:
