@@ -181,7 +181,7 @@ _shown_by(
     }
 )
 
-# hidden, so that type checkers still report a misspelled name, such as sw.BACTH
+# Type checkers do not see this function, so they still report a misspelled name such as sw.BACTH.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

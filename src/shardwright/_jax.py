@@ -214,9 +214,10 @@ def call_shard_map(
     out_specs: Any,
     check_vma: bool = True,
 ) -> Callable[..., Any]:
-    """Return `jax.shard_map` of a function. If `mesh` is None, use the ambient mesh, which a nested
-    `shard_map` requires. If all axes of the ambient mesh are Manual already, return the function
-    itself.
+    """Return `jax.shard_map` of a function.
+
+    If `mesh` is None, use the ambient mesh: a nested `shard_map` accepts no other mesh. If all axes
+    of the ambient mesh are Manual already, return the function itself.
     """
     if mesh is None:
         ambient = ambient_mesh()
@@ -306,7 +307,7 @@ def source_line(equation: Any, *, skip_libraries: bool = False) -> str:
 
     Args:
       equation: An equation of a jaxpr.
-      skip_libraries: Prefer a line outside of installed packages, such as flax.
+      skip_libraries: Whether to prefer a line outside of installed packages, such as flax.
     """
     return _line_of(equation.source_info.traceback, skip_libraries)
 
@@ -388,7 +389,9 @@ def duplicate_spec_errors() -> tuple[type[Exception], ...]:
 
 
 def is_sharding_type_error(error: BaseException) -> bool:
-    """Tell whether JAX refused an operation because of the types of Explicit mesh axes.
+    """Tell whether JAX refused an operation because of the shardings in its operands' types.
+
+    Types have shardings over Explicit mesh axes only.
 
     No public module of JAX exports the class of the error, neither in 0.10.2 nor in 0.12.
     """
@@ -396,7 +399,7 @@ def is_sharding_type_error(error: BaseException) -> bool:
 
 
 def mixes_memories(error: BaseException) -> bool:
-    """Tell whether JAX refused an operation on operands in the memories of host and device."""
+    """Tell whether JAX refused to mix operands in host memory with operands in device memory."""
     # JAX raises a plain ValueError, so compare its text.
     return isinstance(error, ValueError) and str(error).startswith("memory_space of all inputs")
 
@@ -496,7 +499,7 @@ def without_refs(closed: Any) -> Any:
     from jax._src import core
     from jax._src.state.discharge import discharge_state
 
-    # A jaxpr has the effects of the jaxprs inside it.
+    # A jaxpr has the effects of the jaxprs inside it too, so the outermost one shows all Refs.
     if not any(isinstance(effect, core.InternalMutableArrayEffect) for effect in closed.effects):
         return closed
     return discharge_state(closed)
@@ -591,9 +594,9 @@ def kernel_name(equation: Any) -> str:
 
 
 def moves_rows_alone() -> bool:
-    """Return whether XLA moves the rows of a lookup independently of its indices.
+    """Return whether XLA shards the rows that a lookup returns independently of the indices.
 
-    XLA of JAX 0.10 does so. In later versions, XLA shards the rows like the indices, even where
+    XLA of JAX 0.10 does so. In later versions, XLA shards these rows like the indices, even where
     this needs a full gather.
     """
     return bool(jax.__version_info__ < (0, 11))

@@ -42,10 +42,10 @@ def dot_product_attention(
     """Return `softmax(softcap(scale * q k^T + bias)) v`, where the softmax is over visible keys.
 
     Under an ambient manager, q is sharded by (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), and k and v by
-    (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM). The rules of the mode resolve the three shardings
-    jointly. The result equals that of an unsharded call. Softmax and sums are float32. The output
-    of a query that sees no key is exactly 0. All masks compare positions. In an array that is a
-    mask, True means that the query attends to the key.
+    (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM). The three shardings follow from the rules of the mode,
+    and are made to fit each other. The result equals that of an unsharded call. Softmax and sums
+    are float32. The output of a query that sees no key is exactly 0. All masks compare positions.
+    In an array that is a mask, True means that the query attends to the key.
 
     | positions given | position of a query | position of a key |
     | --- | --- | --- |
@@ -82,13 +82,13 @@ def dot_product_attention(
       sinks: `[heads]`, a logit per head that takes part in the softmax but has no value.
       k_scale: `[batch, kv_length, kv_heads]` float32 (in layout "BHTD"
         `[batch, kv_heads, kv_length]`) for int8 or float8 keys. Each key is `k * k_scale`. The
-        scale multiplies the logits, so the keys are not copied. A call with scales has no gradient.
+        scale multiplies the scores, so the keys are not copied. A call with scales has no gradient.
       v_scale: As `k_scale`, for the values. Quantized values must have k's dtype. The scale
         multiplies the weights.
       softcap: c in `c * tanh(logits / c)`.
       scale: Factor of the scores, q · k. Defaults to `1 / sqrt(head_dim)`.
       dropout: Probability of dropping a weight; 0 means no dropout. Which weights are dropped does
-        not depend on the mesh. Defaults to the metadata's value in training, else to 0.
+        not depend on the mesh. Defaults to 0 or, in mode train, to the value of `metadata`.
       dropout_key: A JAX key, or an integer seed.
       layout: Layout of q, k, v and the output: "BTHD", or "BHTD" for `[batch, heads, length,
         head_dim]`.

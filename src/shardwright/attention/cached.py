@@ -118,8 +118,8 @@ def append_and_attend(
     }
     change = cache.append(k, v, valid=valid)
     assert change.positions is not None
-    # Shard the positions by batch only. Otherwise XLA would shard them over the length of the keys,
-    # and gather them again.
+    # Shard the positions by batch only. Otherwise XLA would shard them over the mesh axes of the
+    # keys' length, and gather them again.
     positions = ambient_sharding(cache.spec.mode).place(change.positions, (BATCH, EMPTY))
     view = change.cache.view()
     if view.tables is not None:
@@ -205,8 +205,8 @@ def _window(cache: KVCache, window: Window | None) -> Window | None:
             f"window={window} sees {positions} positions to the left, "
             f"and the ring keeps a window of {own}",
             path="window",
-            fix=f"leave window out, pass {(own - 1, checked[1])} or less, "
-            "or create the cache with a longer window",
+            fix=f"leave window out, pass {(own - 1, checked[1])} or a shorter window, "
+            "or create the cache with a longer one",
         )
     return checked
 

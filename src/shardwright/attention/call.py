@@ -104,8 +104,8 @@ class Operands:
       bias: Array that is added to the scaled logits; or None.
       sinks: `[heads]`, or None. Each is a logit that takes part in the softmax but has no value.
       seed: uint32 scalar for dropout, or None.
-      batch_index: `[batch]` int32, global numbers of the batch rows. Present only with dropout.
-      head_index: `[heads]` int32, global numbers of the query heads. Present only with dropout.
+      batch_index: `[batch]` int32, global indices of the batch rows. Present only with dropout.
+      head_index: `[heads]` int32, global indices of the query heads. Present only with dropout.
     """
 
     q: Any
@@ -156,7 +156,7 @@ _BROADCAST = frozenset({"q_positions", "kv_positions", "mask", "bias"})
 
 
 def dims_along(length: str) -> dict[str, int]:
-    """Return operand -> number of the dim `length`, for the operands that have this dim.
+    """Return operand -> index of the dim `length`, for the operands that have this dim.
 
     Args:
       length: "q_length" or "kv_length".

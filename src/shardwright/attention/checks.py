@@ -103,7 +103,7 @@ def read_sizes(q: Any, k: Any, v: Any, layout: str, *, cast: bool) -> CallSizes:
         raise AttentionError(
             f"{sizes.heads} query heads do not divide over {sizes.kv_heads} kv heads",
             path="k",
-            fix="pass a multiple of the kv heads as query heads; check the layout too",
+            fix="let the number of query heads be a multiple of the kv heads; check the layout too",
         )
     return sizes
 

@@ -41,7 +41,7 @@ class Choice:
         implementations that rank above it were not chosen.
       refusals: The implementations that cannot serve the call, each with all its reasons.
       alternatives: Names of less preferred implementations that could serve the call, best first.
-        An implementation that is never preferred, such as a registered one, is not listed.
+        An implementation that "auto" does not rank, such as a registered one, is not listed.
       call: The call.
       instead: The choice that "auto" makes, if an implementation is named and refuses the call;
         else None.
@@ -99,7 +99,7 @@ class Choice:
             raise AttentionError(
                 f"no attention implementation can serve this call: {self.why}",
                 snippet=details,
-                fix="change the call: each line above has an implementation and its reason",
+                fix="change the call: each line above says why an implementation refuses it",
             )
         fix = "change the call: no other implementation serves it"
         if self.instead.name:

@@ -10,7 +10,7 @@
   cache by an earlier sequence may be NaN, and 0 times NaN is not 0. `forward` itself calls
   `without_remains`.
 - `visible(shard, call.recipe.mask)` returns which pairs of query and key attend, and the bias to
-  add. A bias of at most -2e38 hides its pair.
+  add. A bias of at most -2e38 hides the key from the query.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ To write an implementation of your own:
 1. Write `supports(call)`. It gets an `AttentionCall`: sizes, mode, mask rules, specs, mesh and
    platform, but no arrays. It traces nothing. It returns the reasons why the implementation cannot
    serve the call, one line each. For every call that it accepts, values and gradients must equal
-   attention in float64; `shardwright.testing.AttentionConformance` checks that. Set
+   those of attention in float64; `shardwright.testing.AttentionConformance` checks that. Set
    `takes_scales=True` if `run` multiplies by `k_scale` and `v_scale`; otherwise calls with
    quantized keys are refused.
 2. Write `run(operands, call)`. It gets `Operands`: global BTHD arrays in one pytree, always with

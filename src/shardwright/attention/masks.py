@@ -1,4 +1,4 @@
-"""Masks as structured values that are evaluated by position on any block. True = attend.
+"""Masks as values (rules and arrays), evaluated by position on any block. True = attend.
 
 A query at position p and a key at position r attend to each other if all of these hold:
 

@@ -73,9 +73,9 @@ def paged_attention(
     implementation. If that line names `triton_decode`, and `triton_decode` cannot read the pages,
     the call raises an error.
 
-    The values of NumPy arrays are checked: lengths, and the numbers of used pages. The values of
-    JAX arrays are not checked: a page number that is out of range adds no keys, and neither does a
-    length beyond the table. Unused entries of a table may hold any number.
+    If lengths and tables are NumPy arrays, their values are checked. The values of JAX arrays are
+    not checked: a page number that is out of range adds no keys, and neither does a length beyond
+    the table. Unused entries of a table may hold any number.
 
     Args:
       q: `[batch, q_length, heads, head_dim]`.
@@ -258,7 +258,7 @@ class _ShardPages:
     Each array is `[batch, columns]`. In each row, the used pages come first.
 
     Attributes:
-      pages: Local numbers of the pages.
+      pages: Local page numbers.
       ordinals: The number of each page within its sequence, from 0.
       here: Whether the entry is a used page of this shard. The rows of other entries are hidden.
     """
@@ -365,7 +365,7 @@ def _shared_axes(specs: JointSpecs) -> tuple[str, ...]:
 
 
 def _sequences(call: AttentionCall, gathered: tuple[str, ...]) -> jax.Array:
-    """Return the numbers of the sequences that a shard has after a gather over some mesh axes."""
+    """Return the indices of the sequences that a shard has after a gather over some mesh axes."""
     sizes = [call.shards((axis,)) for axis in call.specs.batch]
     numbers = jnp.arange(call.batch, dtype=jnp.int32).reshape(*sizes, -1)
     # Start at the last dim, because each step removes a dim.
@@ -380,8 +380,8 @@ def _compact(pages: jax.Array, shard: Operands, at_once: int) -> _ShardPages:
     count, page_size = shard.k.shape[:2]
     ordinals = jnp.broadcast_to(jnp.arange(pages.shape[1], dtype=jnp.int32)[None], pages.shape)
     here = (pages >= 0) & (pages < count) & (ordinals * page_size < shard.lengths[:, None])
-    # Put the used pages first, so that the loop ends after the last used page. Only some of the
-    # pages that a row of the table names are on this shard, and they may be anywhere in the row.
+    # Put the used pages first, so that the loop ends after the last used page. A row of the table
+    # lists pages of all shards, and those of this shard may be anywhere in the row.
     order = jnp.argsort(~here, axis=1, stable=True)
     table = (jnp.take_along_axis(column, order, axis=1) for column in (pages, ordinals, here))
     padding = ((0, 0), (0, -pages.shape[1] % at_once))

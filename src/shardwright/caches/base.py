@@ -178,7 +178,7 @@ class KVCache(abc.ABC):
         """
         read_value("source", source, CACHE, error=CacheError)
         arguments.check_source(self.spec, source.spec)
-        per = f"sequence of the source; {self.batch}, which is no slot, skips a sequence"
+        per = f"sequence of the source; to skip a sequence, pass {self.batch}, which is no slot"
         destinations = arguments.integers("slots", slots, size=source.batch, per=per)
         check_arrays("source", source)
         return self._operate(type(self)._insert, source, destinations)
@@ -207,9 +207,10 @@ class KVCache(abc.ABC):
 
         Args:
           parents: `[batch]` int, slots.
-          group: Size of the aligned groups of slots that contain both a slot and its parent, such
-            as the number of beams. If every group is on one shard of the batch, nothing is sent. A
-            slot whose parent is outside the slot's group is refused. Defaults to the whole batch.
+          group: Number of slots in a group, such as the number of beams. The first `group` slots
+            are a group, the next ones are another, and so on. A slot whose parent is in another
+            group is refused. If every group is on one shard of the batch, nothing is sent.
+            Defaults to the whole batch.
         """
         group = arguments.read_group(self.spec, group)
         parents = arguments.integers("parents", parents, size=self.batch)

@@ -113,7 +113,7 @@ def restore(
       path: The path that `save` wrote.
       like: A cache of the same kind and sizes, of arrays or of `jax.ShapeDtypeStruct`s with
         shardings. Its shardings and its mode are used.
-      manager: Manager whose rules and mesh are used, instead of `like`. Defaults to the ambient
+      manager: Manager whose rules and mesh are used if `like` is None. Defaults to the ambient
         manager. Without any manager the cache is not sharded.
       mode: Runtime mode. Defaults to the manager's, then to that of the saved cache.
 

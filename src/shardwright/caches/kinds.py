@@ -26,7 +26,7 @@ class CacheKind:
       cache: Its class.
       make: Function that returns an empty cache. Its arguments are the spec of the cache and, as
         keywords, the options of the kind.
-      overflow: By default, what happens to tokens that do not fit.
+      overflow: What happens by default to tokens that do not fit.
     """
 
     cache: type[KVCache]

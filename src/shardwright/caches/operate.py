@@ -1,4 +1,4 @@
-"""Run an operation on a cache: outside `jit`, compile it; with policy `error`, raise refusals."""
+"""Run operations on caches: compiled outside `jit`; policy `error` turns refusals into errors."""
 
 from __future__ import annotations
 

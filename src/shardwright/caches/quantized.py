@@ -1,8 +1,8 @@
 """Keys and values in int8 or fp8, with float32 scales: about half the bytes of bfloat16.
 
 There is one scale per token and head. A row is quantized once, when it is written: later tokens do
-not change it. Attention reads the rows as they are and multiplies its logits and weights by the
-scales (`k_scale`, `v_scale`).
+not change it. Attention reads the rows as they are, and multiplies its scores by `k_scale` and its
+weights by `v_scale`.
 """
 
 from __future__ import annotations

@@ -118,9 +118,10 @@ def invalid_length(wanted: jax.Array, held: jax.Array) -> ConditionalRefusal:
 
 
 def outside_group(parents: jax.Array, own: jax.Array, *, group: int) -> jax.Array:
-    """Return `[batch]` bool: whether a slot's parent does not exist or is in another aligned group.
+    """Return `[batch]` bool: whether a slot's parent does not exist or is in another group.
 
-    The groups cover exactly the slots, so a parent that does not exist is in no slot's group.
+    Each group is `group` consecutive slots. The groups cover exactly the slots, so a parent that
+    does not exist is in no slot's group.
 
     Args:
       parents: `[batch]` int32.

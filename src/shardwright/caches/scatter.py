@@ -85,9 +85,9 @@ def take_slots(buffers: PlacedArrays, parents: jax.Array, *, group: int) -> Buff
 
     Args:
       buffers: `[batch, ...]` each.
-      parents: `[batch]` int32. Slot b and its parent are in the same aligned group of slots.
-      group: Size of these groups. If every group is on one shard, nothing is sent; otherwise every
-        shard receives the buffers of the whole batch.
+      parents: `[batch]` int32. Slot b and its parent are in the same group; see `KVCache.reorder`.
+      group: Number of slots in a group. If every group is on one shard, nothing is sent; otherwise
+        every shard receives the buffers of the whole batch.
     """
     axes = buffers.leading_axes()
 

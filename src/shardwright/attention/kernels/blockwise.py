@@ -7,13 +7,13 @@ keys inside `shard_map`:
 - `forward(operands, recipe, state=...)` adds a set of keys to a running state;
 - `finish` adds the sinks and returns output and logsumexp;
 - `delta(o, do, dlse)` is computed once per row. `backward(operands, recipe, lse=..., do=...,
-  delta=...)` then returns what a set of keys contributes to the gradients. The float32 results of
-  all sets are to be summed;
+  delta=...)` then returns what a set of keys contributes to the gradients, in float32. The caller
+  adds the contributions of all sets;
 - `sinks_gradient(sinks, lse, delta)` is computed once;
 - `attend(operands, recipe)` does all of this if all keys are local, and is differentiable.
 
-Blocks in which no pair attends are skipped. Quantized keys and values are converted one block at a
-time, and have no backward pass.
+Blocks in which no query sees a key are skipped. Quantized keys and values are converted one block
+at a time, and have no backward pass.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def split(operands: Operands) -> tuple[dict[str, Any], Operands]:
 def attend(
     operands: Operands, recipe: Arithmetic, *, dtype: str | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Return the output, the logsumexp and, with a bias, its rounding error. Differentiable.
+    """Return the output, the logsumexp and, if there is a bias, the logsumexp's rounding error.
+
+    The function is differentiable.
 
     Args:
       operands: Local arrays.

@@ -41,8 +41,8 @@ from shardwright.attention.parts import online_softmax, sequence, shards
 from shardwright.attention.parts.online_softmax import Running
 from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
-# Sending this many more bytes takes less time than starting a second collective: about a
-# microsecond over a link of at least 50 GB/s.
+# Sending this many more bytes takes about a microsecond over a link of at least 50 GB/s. That is
+# less than the time to start a second collective.
 _FEW_BYTES = 64 * 2**10
 
 

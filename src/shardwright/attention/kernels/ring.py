@@ -4,7 +4,7 @@ At any time, a rank holds the keys of only a few shards. Each rank attends to th
 and passes them on. With n ranks, each rank sends a shard of keys n - 1 times in the forward pass.
 In the backward pass, it sends keys n - 1 times again, and gradients of keys n times: the last
 time, the gradients return to the rank that stores their keys. Masks compare positions, so
-contiguous shards and the zigzag order need no special code. Blocks in which no pair attends are
+contiguous shards and the zigzag order need no special code. Blocks in which no query sees a key are
 skipped. Under a causal mask in zigzag order, this halves the work of every rank.
 """
 

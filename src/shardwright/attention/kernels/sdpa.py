@@ -49,7 +49,7 @@ def or_zero(o: jax.Array, sees_key: jax.Array) -> jax.Array:
 
     Args:
       o: `[batch, q_length, heads, v_dim]`.
-      sees_key: Whether a query sees a key, `[batch or 1, heads or 1, q_length or 1]`.
+      sees_key: Whether a query sees any key, `[batch or 1, heads or 1, q_length or 1]`.
     """
     return jnp.where(jnp.swapaxes(sees_key, 1, 2)[..., None], o, 0)
 

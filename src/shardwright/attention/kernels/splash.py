@@ -1,7 +1,7 @@
 """Splash: sparse flash attention for TPUs, by Pallas kernels on every shard of batch and heads.
 
-Memory is linear in length, blocks in which no pair attends are skipped, and scores are scaled in
-float32. Lengths may not be sharded. On a CPU the kernels are interpreted: correct but slow, for
+Memory is linear in length, blocks in which no query sees a key are skipped, and scores are scaled
+in float32. Lengths may not be sharded. On a CPU the kernels are interpreted: correct but slow, for
 tests. The kernels take multiples of 128 rows, and operands ordered by head. Operands of other
 lengths are padded, which copies them.
 """

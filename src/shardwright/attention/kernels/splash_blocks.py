@@ -306,7 +306,7 @@ def _kinds(plan: Plan, rows: Rows) -> jax.Array:
 
 
 def _low_and_high(row: jax.Array, block: int, dim: int) -> tuple[jax.Array, jax.Array]:
-    """Return the smallest and largest value of each block, with a new dim `dim`."""
+    """Return the smallest and largest value of each block, with a new dim of size 1 at `dim`."""
     blocks = row.reshape(row.shape[0], -1, block)
     low, high = jnp.min(blocks, axis=2), jnp.max(blocks, axis=2)
     return jnp.expand_dims(low, dim), jnp.expand_dims(high, dim)

@@ -1,13 +1,15 @@
 """Sparse flash attention in Pallas, for TPUs, by blocks of queries and keys.
 
-Blocks in which no pair attends are skipped. There are three kernels: the forward pass, the gradient
-of the queries, and the gradients of keys and values. Matmuls are summed in float32 and then
-scaled, so the scale is never rounded to bfloat16. Masks compare positions and segment ids.
+Blocks in which no query sees a key are skipped. There are three kernels: the forward pass, the
+gradient of the queries, and the gradients of keys and values. Matmuls are summed in float32 and
+then scaled, so the scale is never rounded to bfloat16. Masks compare positions and segment ids.
 `splash_blocks` gives these kernels the interface of `blockwise` and computes the table of blocks to
 visit.
 
 Operands are ordered by head here: `[batch, heads, length, dim]`. Positions and segment ids are
-`[batch or 1, 1, length]`. This module imports Pallas, so implementations import it late.
+`[batch or 1, 1, length]`.
+
+This module imports Pallas, whose import is slow, so implementations import this module late.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from shardwright.attention.kernels.splash_tiles import LANES
 from shardwright.attention.masks import MaskRules, pair_attends
 from shardwright.vocabulary.axes import DEFAULT_MASK_VALUE
 
-# The kinds of a block in the table: no pair attends, some pairs do, all pairs do.
+# The kinds of a block in the table: no query sees a key, some do, every query sees every key.
 EMPTY, PARTLY, FULL = 0, 1, 2
 # An entry of the table is one int32, block * KINDS + kind, to save scalar memory. KINDS is a power
 # of two.
@@ -314,7 +316,7 @@ class _Specs:
 
     @property
     def q_row(self) -> Any:
-        """The spec of a row `[batch, heads, 1, length]`."""
+        """The spec of an array `[batch, heads, 1, length]`: one number per query."""
 
         def index(*at: Any) -> Any:
             batch, head, block = self._at("q", *at)

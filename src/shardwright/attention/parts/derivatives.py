@@ -26,9 +26,9 @@ def differentiable(values: ValuesFunction, backward: Backward) -> ValuesFunction
     `jax.jvp` of `jax.grad` work. JAX refuses `jax.jvp` of `values` itself.
 
     Args:
-      values: Function of `(static, floats, others)`. `static` is hashable, `floats` has the arrays
-        with gradients by name, and `others` is a pytree of the other arguments. The function
-        returns a tree of floating-point arrays.
+      values: Function of `(static, floats, others)`. `static` is hashable, `floats` is a dict of
+        the arrays that have gradients, and `others` is a pytree of the other arguments. The
+        function returns a tree of floating-point arrays.
       backward: Function of `(static, (floats, others, results), cotangents)`. It returns the
         cotangents of the floats.
     """
@@ -60,9 +60,9 @@ def not_differentiable(f: Callable[..., Any], what: str) -> Callable[..., Any]:
         raise AttentionError(
             f"{what} has no derivatives of gradients (hessian, jvp of grad)",
             path="implementation",
-            fix='pass implementation="vanilla", "sdpa" or "blockwise"; over a sharded sequence '
-            '"ring", "ulysses" or "allgather_kv", on TPUs and GPUs with backend="cpu" in the '
-            "metadata",
+            fix='pass implementation="vanilla", "sdpa" or "blockwise"; for a sharded sequence, '
+            'pass "ring", "ulysses" or "allgather_kv", and on TPUs and GPUs also backend="cpu" '
+            "in the metadata",
         )
 
     return plain

@@ -61,7 +61,7 @@ def inner_kernel(
 def blocks_of(
     inner: Inner, call: AttentionCall, *, first_rows: tuple[int, ...] | None = None
 ) -> Any:
-    """Return a hashable value: the `forward`, `backward`, `finish` and `attend` of an inner kernel.
+    """Return a hashable value that has `forward`, `backward`, `finish` and `attend` of the kernel.
 
     Args:
       inner: "splash" or "blockwise".

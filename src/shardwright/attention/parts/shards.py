@@ -48,7 +48,7 @@ class _ShardedKernel:
       kernel: Function of local operands.
       call: The call.
       floats: The specs of the operands that have gradients, by name.
-      others: The specs of the other arguments: the operands without gradients, and the numbers of
+      others: The specs of the other arguments: the operands without gradients, and the indices of
         the heads.
       opaque: Whether JAX cannot look into the kernel.
     """
@@ -133,7 +133,8 @@ def run_on_shards(
     are summed over that axis, in float32.
 
     The result is differentiable in reverse mode if the kernel is. Remat policies may save the
-    output and the logsumexp by their names, and what the kernel returns as `kept`.
+    output and the logsumexp by their names. What the kernel returns as `kept` is saved with the
+    logsumexp.
 
     Args:
       kernel: Function of local operands. It returns an output, and a logsumexp if the call asks for
@@ -209,7 +210,7 @@ class _Residuals:
     Attributes:
       arrays: Residuals of the kernel that are neither operands nor results, with a leading dim of
         shards.
-      where: For each residual of the kernel, its number among the operands and results; None if it
+      where: For each residual of the kernel, its index among the operands and results; None if it
         is one of `arrays`.
       structure: The structure of the kernel's residuals.
     """
@@ -311,7 +312,7 @@ def _names(spec: PartitionSpec) -> set[str]:
 
 
 def head_numbers(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
-    """Return the global numbers of the query heads and of the kv heads."""
+    """Return the global indices of the query heads and of the kv heads."""
     return jnp.arange(call.heads, dtype=jnp.int32), jnp.arange(call.kv_heads, dtype=jnp.int32)
 
 
@@ -320,8 +321,8 @@ def head_specs(call: AttentionCall) -> tuple[Any, Any]:
     return call.specs.spec("heads"), call.specs.spec("kv_heads")
 
 
-# If a named implementation refuses a call only for this reason, `choose` takes the implementation
-# that a plan counts instead.
+# If a named implementation refuses a call only for this reason, `choose` returns another
+# implementation, which the plan counts in its place.
 IN_A_PLAN: Final = "a plan cannot see into it, and counts another implementation"
 
 
@@ -345,10 +346,10 @@ def no_weights(call: AttentionCall) -> tuple[str, ...]:
 
 
 def first_of_all(head_index: jax.Array, shards: int) -> jax.Array:
-    """Return the number of the first head of a group of shards.
+    """Return the index of the first head of a group of shards.
 
     Args:
-      head_index: Global numbers of the local query heads.
+      head_index: Global indices of the local query heads.
       shards: Number of shards in the group. Their heads are adjacent: the shards differ only along
         the last of the mesh axes that shard the heads.
     """
@@ -364,8 +365,8 @@ def pick_kv_heads(
     Args:
       shard: Local operands.
       call: The call.
-      head_index: Global numbers of the local query heads.
-      kv_head_index: Global numbers of the local kv heads.
+      head_index: Global indices of the local query heads.
+      kv_head_index: Global indices of the local kv heads.
     """
     specs = call.specs
     if specs.grouping is KVHeads.SAME:

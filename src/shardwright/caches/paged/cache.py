@@ -77,7 +77,7 @@ class PagedCache(KVCache):
         return pool.read_rows(self.view(), self._sharding)
 
     def only(self, slots: jax.Array) -> Self:
-        """Return a cache of some slots, which is only to be read: it has the same pages.
+        """Return a cache of some slots. Only read it: its pages are those of this cache.
 
         Args:
           slots: `[n]` int32. A number past the last slot gives an empty slot.
@@ -150,8 +150,8 @@ class PagedCache(KVCache):
         return self._changed(self._decide(tables.share, sources, slots, lengths))
 
     def _decide(self, rule: Callable[..., Decision], *arrays: Any, **static: Any) -> Decision:
-        # Run the rule in a shard_map: otherwise XLA would shard the rule over the batch, with
-        # dozens of collectives.
+        # Decide in a shard_map: otherwise XLA would shard the integers of the decision over the
+        # batch, with dozens of collectives.
         owned = Ownership(length=self.length, tables=self.tables, references=self.references)
         arguments = (owned, *(None if x is None else jnp.asarray(x) for x in arrays))
         everywhere = jax.tree.map(lambda _: PartitionSpec(), arguments)
