@@ -42,8 +42,8 @@ class Options:
     A call sets the options below through `metadata`.
 
     Attributes:
-      q_block: Rows of queries in a block.
-      kv_block: Rows of keys in a block.
+      q_block: Number of queries in a block.
+      kv_block: Number of keys in a block.
       loop: Whether ring attention is a `lax.scan`. Defaults to True.
       platform: "cpu", "gpu" or "tpu". Defaults to the platform of the manager's devices.
       manager: Defaults to the ambient manager.
@@ -177,8 +177,8 @@ class Arithmetic:
       scale: Factor of the scores, q · k.
       softcap: c in `c * tanh(logits / c)`, or None.
       dropout: Probability of dropping a weight. The other weights are divided by `1 - dropout`.
-      q_block: Rows of queries that a blockwise kernel holds at a time.
-      kv_block: Rows of keys that a blockwise kernel holds at a time.
+      q_block: Number of queries of a sequence that a blockwise kernel holds at a time.
+      kv_block: Number of keys of a sequence that a blockwise kernel holds at a time.
       cached: The caller's layout of k and v if they are a cache on TPUs, else None. Kernels read
         the cache in this layout, so they need no copy.
       partly_filled: Whether positions or lengths may hide rows of k and v. Those rows may hold NaN.
@@ -297,8 +297,8 @@ class AttentionCall:
 
     Attributes:
       batch: Number of sequences.
-      q_length: Rows of queries.
-      kv_length: Rows of keys.
+      q_length: Number of queries of a sequence.
+      kv_length: Number of keys of a sequence.
       heads: Number of query heads.
       kv_heads: Number of heads of k and v.
       head_dim: Size of a query and of a key.

@@ -36,7 +36,7 @@ from shardwright.vocabulary.keys import as_key
 from shardwright.vocabulary.modes import MODE_DECODE, MODE_INSERT, MODE_TRAIN, mode_name, parse_mode
 from shardwright.vocabulary.read import RATE, integer, number, read_value
 
-# Rows of queries and keys in a block. On a CPU, small blocks take half the time of larger ones:
+# Numbers of queries and keys in a block. On a CPU, small blocks take half the time of larger ones:
 # they fit the CPU's caches, and more blocks of a causal mask are skipped (benchmarks/attention.py).
 # Blocks of 512 keys make a decode step take 1.2 times as long on JAX 0.12 (benchmarks/serving.py).
 _CPU_BLOCKS = {"q_block": 256, "kv_block": 256}

@@ -57,7 +57,7 @@ class View:
       v: Likewise, with v_dim.
       positions: `[batch, rows]` int32, -1 for an empty row. `[1, rows]` if all slots share the same
         positions and only `lengths` says which rows are valid. None for a paged cache.
-      lengths: `[batch]` int32, tokens of each slot.
+      lengths: `[batch]` int32, number of tokens in each slot.
       k_scale: `[batch, rows, kv_heads]` float32; a key is `k * k_scale`. None unless quantized.
       v_scale: Likewise for values.
       tables: `[batch, pages_per_slot]` int32 page numbers. None unless paged.
@@ -90,7 +90,7 @@ class KVCache(abc.ABC):
 
     Attributes:
       spec: The static part of the cache.
-      length: `[batch]` int32, tokens of each slot; 0 for a free slot.
+      length: `[batch]` int32, number of tokens in each slot; 0 for a free slot.
     """
 
     spec: CacheSpec = dataclasses.field(metadata=STATIC)
@@ -208,8 +208,8 @@ class KVCache(abc.ABC):
         Args:
           parents: `[batch]` int, slots.
           group: Number of slots in a group, such as the number of beams. The first `group` slots
-            are a group, the next ones are another, and so on. A slot whose parent is in another
-            group is refused. If every group is on one shard of the batch, nothing is sent.
+            are a group, the next ones are another, and so on. A slot whose parent is not in the
+            same group is refused. If every group is on one shard of the batch, nothing is sent.
             Defaults to the whole batch.
         """
         group = arguments.read_group(self.spec, group)

@@ -59,19 +59,19 @@ def init(
       kind: "dense", "sliding", "quantized" or "paged".
       batch: Number of slots.
       capacity: Rows per slot. Defaults to the window, if there is one.
-      kv_heads: Heads of keys and values.
+      kv_heads: Number of heads of keys and values.
       head_dim: Size of a key.
       v_dim: Size of a value. Defaults to `head_dim`.
       dtype: Dtype of keys and values.
       overflow: "report", "ring" or "error"; see `Overflow`. Defaults to "ring" for a sliding cache,
         and to "report" for the other kinds.
-      window: Positions that attention sees, including the query's own. Defaults to all; for a ring
-        to the capacity.
+      window: Number of positions that attention sees, including the query's own. Defaults to all
+        positions; for a ring, to the capacity.
       order: Which row holds which position. Defaults to contiguous.
       mode: Runtime mode whose sharding the arrays get. Defaults to the manager's.
       **options: Options of the kind. A quantized cache has `stored`, the dtype of its rows ("int8"
-        by default). A paged cache has `page_size`, the rows of a page, and `pages`, the size of
-        the pool.
+        by default). A paged cache has `page_size`, the number of rows of a page, and `pages`, the
+        number of pages in the pool.
 
     Raises:
       CacheError: Sizes or options are invalid.

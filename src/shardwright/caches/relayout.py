@@ -138,9 +138,9 @@ def reshard(
       mode: Runtime mode. Defaults to the manager's.
       manager: Manager whose rules and mesh are used. Defaults to the ambient manager. Call later
         operations on the new cache under this manager.
-      donate: Free the memory of the old cache. If a device is in both meshes, JAX may use the
-        buffers on this device for both caches. These buffers are freed with their last reference.
-        Inside `jit`, donate the argument of the compiled function instead.
+      donate: Whether to free the memory of the old cache. If a device is in both meshes, JAX may
+        use the buffers on this device for both caches. These buffers are freed with their last
+        reference. Inside `jit`, donate the argument of the compiled function instead.
 
     Raises:
       CacheError: There is no mode or no manager; the mesh is abstract; the call is inside a trace,

@@ -53,8 +53,8 @@ class CacheSharding:
         spec: PartitionSpec = self.manager.sharding(
             axes, mode=self.mode, role=Role.ACTIVATION, shape=tuple(shape), path=name
         ).spec
-        # Refuse an array that a shard_map has split: it has the size of a shard, so the numbers of
-        # its slots and rows would need an offset.
+        # Refuse an array that a shard_map has split: it has the size of a shard, so slot and row
+        # numbers would need an offset.
         manual = self.manager.manual_axes(_jax.ambient_mesh())
         split = [name for entry in spec.partitions for name in entry_names(entry) if name in manual]
         if split:

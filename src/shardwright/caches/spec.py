@@ -58,7 +58,7 @@ class RowOrder:
 
         Args:
           place: The position; in a ring, the position modulo the capacity.
-          rows: Rows of the slot.
+          rows: Number of rows of the slot.
         """
         if self.block is None:
             return place
@@ -102,14 +102,14 @@ class CacheSpec:
       batch: Number of slots.
       capacity: Rows per slot. A slot holds at most that many tokens; a ring keeps the latest
         tokens.
-      kv_heads: Heads of keys and values.
+      kv_heads: Number of heads of keys and values.
       head_dim: Size of a key.
       v_dim: Size of a value.
       dtype: Dtype of the keys and values that callers append. The cache stores them in this dtype
         unless it is quantized.
       overflow: What happens to tokens that do not fit into a slot.
       order: Which row of a slot holds which position.
-      window: Positions that attention sees, including the query's own. None: all.
+      window: Number of positions that attention sees, including the query's own. None: all.
       mode: Runtime mode whose sharding the arrays have under a manager. None: the cache was created
         without a manager and is not sharded.
     """

@@ -47,9 +47,9 @@ class Plan:
       rules: The mask by position.
       scale: Factor of the scores, q · k.
       softcap: c in `c * tanh(logits / c)`, or None.
-      q_block: Rows of queries in a block. This number divides the number of queries.
-      kv_block: Rows of keys in a block. This number divides the number of keys.
-      interpret: Whether to run on a CPU, slowly.
+      q_block: Number of queries in a block. It divides the number of all queries.
+      kv_block: Number of keys in a block. It divides the number of all keys.
+      interpret: Whether to interpret the kernels, slowly, as on a CPU.
     """
 
     rules: MaskRules

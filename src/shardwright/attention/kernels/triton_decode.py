@@ -75,7 +75,7 @@ def _attend_shard(call: AttentionCall, shard: Operands) -> Result:
 
 
 def is_interpreted(call: AttentionCall) -> bool:
-    """Whether the kernel runs without a GPU."""
+    """Whether the kernel is interpreted, because there is no GPU."""
     return call.platform != "gpu" or call.on_cpus
 
 
@@ -117,7 +117,7 @@ def forward(
       kv_positions: `[batch, columns * page_size]` int32, negative for rows without a key.
       pages: `[batch, columns]` int32.
       recipe: Static settings of the computation.
-      interpret: Whether to run without a GPU, slowly.
+      interpret: Whether to interpret the kernel, slowly, as without a GPU.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton

@@ -46,7 +46,7 @@ class AssignedPages(KVCache):
 
     @property
     def page_size(self) -> int:
-        """Rows of a page."""
+        """Number of rows of a page."""
         return self.k_pages.shape[1]
 
     def view(self) -> View:

@@ -59,7 +59,7 @@ class PagedCache(KVCache):
 
     @property
     def page_size(self) -> int:
-        """Rows of a page."""
+        """Number of rows of a page."""
         return self.k_pages.shape[1]
 
     def free_pages(self) -> jax.Array:
@@ -100,7 +100,8 @@ class PagedCache(KVCache):
         Args:
           sources: `[n]` int, slots that hold sequences. A slot may be named several times.
           slots: `[n]` int, free slots.
-          lengths: `[n]` int, tokens to share, from 0 to the length of the source. Defaults to all.
+          lengths: `[n]` int, number of tokens to share, from 0 to the length of the source.
+            Defaults to all tokens.
 
         Returns:
           The change, with one code per entry.
@@ -184,8 +185,8 @@ def make(spec: CacheSpec, *, page_size: int = 16, pages: int | None = None) -> P
 
     Args:
       spec: The static part of the cache. `capacity` limits a slot even if more pages are free.
-      page_size: Rows of a page.
-      pages: Size of the pool. Defaults to what all slots need at their capacity.
+      page_size: Number of rows of a page.
+      pages: Number of pages in the pool. Defaults to what all slots need at their capacity.
 
     Raises:
       CacheError: Sizes are invalid, or a paged cache does not support the spec.

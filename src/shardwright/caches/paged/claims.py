@@ -60,9 +60,9 @@ def claim_pages(
     Args:
       references: `[pages]` int32.
       last: `[batch]` int32, the partly filled page of each slot; any number where there is none.
-      lengths: `[batch]` int32, tokens that each slot holds.
-      counts: `[batch]` int32, tokens to add to each slot; 0 for a slot that gets none.
-      page_size: Rows of a page.
+      lengths: `[batch]` int32, number of tokens that each slot holds.
+      counts: `[batch]` int32, number of tokens to add to each slot; 0 for a slot that gets none.
+      page_size: Number of rows of a page.
       most: Largest number of new pages that a slot may need.
     """
     pages, batch = references.shape[0], lengths.shape[0]

@@ -106,7 +106,7 @@ def append(
       owned: The ownership before the operation.
       is_token: `[batch, q_length]` bool.
       capacity: Largest number of tokens of a slot.
-      page_size: Rows of a page.
+      page_size: Number of rows of a page.
       every: Whether all rows are tokens.
     """
     counts = jnp.sum(is_token, axis=1, dtype=jnp.int32)
@@ -159,7 +159,7 @@ def insert(
       lengths: `[n]` int32, number of tokens of each sequence.
       into: `[n]` int32, slots.
       capacity: Largest number of tokens of a slot.
-      page_size: Rows of a page.
+      page_size: Number of rows of a page.
     """
     row_positions = jnp.where(positions < lengths[:, None], positions, -1)
     named = refusals.named_slots(into, owned.length.shape[0])
@@ -207,8 +207,8 @@ def share(
       owned: The ownership before the operation.
       sources: `[n]` int32, the slots whose tokens are shared.
       into: `[n]` int32, the free slots.
-      lengths: `[n]` int32, tokens to share. None for all.
-      page_size: Rows of a page.
+      lengths: `[n]` int32, number of tokens to share. None for all tokens.
+      page_size: Number of rows of a page.
     """
     batch = owned.length.shape[0]
     sourced, named = refusals.named_slots(sources, batch), refusals.named_slots(into, batch)
