@@ -63,8 +63,8 @@ class Sampled:
     def readable(self) -> Sampled:
         """Return the same values on devices of this process.
 
-        Call this method before the next call of the engine begins: if the values are sharded over
-        processes, a gather that begins later waits for that call.
+        Call this method before the engine starts its next compiled call: if the values are sharded
+        over processes, a later gather would wait for that call.
         """
         return Sampled(packed=readable(self.packed))
 

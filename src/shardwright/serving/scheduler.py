@@ -267,8 +267,8 @@ class Scheduler:
         self._leave(job)
         job.phase = Phase.DONE
         job.complete(finish, error)
-        # Do not count the ended job here: `cancel` may be called within a step, so the loop counts
-        # later.
+        # Do not count the ended job here, because `cancel` may be called in the middle of a step.
+        # The loop counts it later (`take_ended`).
         self._ended.append(job)
 
     def fail(self, job: Job, error: Exception) -> None:

@@ -51,7 +51,7 @@ class SlotSpace:
         self._reserved[slot] = self._limits.pages_of(job.request)
 
     def close(self, job: Job) -> None:
-        """Record that a job leaves its slot, whose pages stay reserved until `clean`."""
+        """Do nothing: the pages of the slot stay reserved until `clean`."""
 
     def clean(self, slot: int) -> None:
         """Record that the device has emptied a slot."""
@@ -67,7 +67,7 @@ class SlotSpace:
         return True
 
     def wrote(self, job: Job, tokens: int) -> None:
-        """Record that tokens of a job were written."""
+        """Do nothing: the devices know how many tokens of a job were written."""
 
     def pages(self, job: Job) -> Sequence[int]:
         """Return an empty list, because the devices know the pages of a slot."""
@@ -121,7 +121,7 @@ class PageSpace:
         return needed <= self.pool.available
 
     def open(self, job: Job, slot: int) -> None:
-        """Give a job an empty table."""
+        """Give a job an empty page table."""
         del slot
         self._tables[job.number] = self.pool.open()
 

@@ -330,7 +330,7 @@ def decode(
 
     Returns:
       The caches, the ends, and `[most, slots]` tokens: a token, NO_NUMBER, REFUSED or MISCOUNTED.
-      Ignore the entries of a slot after its limit.
+      Ignore the entries of a slot past its limit.
     """
     mode = caches[0].spec.mode
 
@@ -447,7 +447,7 @@ def decode_pages(
 
     Returns:
       The pools, the latest tokens, and `[most, batch]` tokens or codes. Ignore the tokens of a
-      sequence after its limit.
+      sequence past its limit.
     """
     mode = spec.mode
     # Rows 0 and 2 of `state` are the lengths and the numbers of written tokens. They are replicated
@@ -538,8 +538,9 @@ def next_tokens(
     logits = rows_by_slot(logits, mode)
     tokens = by_slot(sample(logits, draw, is_greedy=is_greedy), mode)
     logprobs = by_slot(logprobs_of(logits, jnp.maximum(tokens, 0)), mode)
-    # The model may ignore a refusal, but a cache that refuses keeps its length. Compare layer by
-    # layer and not stacked: XLA then computes all layers in one pass over the slots.
+    # Compare lengths, because the model may ignore a refusal: a cache that refuses keeps its
+    # length. Compare layer by layer and not stacked: XLA then computes all layers in one pass over
+    # the slots.
     grew = grew_or_not = jnp.ones_like(by_slot(counts, mode), bool)
     for before, after in zip(old, new, strict=True):
         growth = by_slot(after.length - before.length, mode)

@@ -19,7 +19,7 @@ class StepLock:
 
     Attributes:
       order: Lock of the queue, held while a request is submitted.
-      calls: The calls since the last step.
+      calls: The calls since the last step, which processes compare.
     """
 
     def __init__(self, loop: Loop, calls: Calls) -> None:

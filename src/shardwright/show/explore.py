@@ -260,7 +260,7 @@ def _annotated(
     for each in requests:
         resolution = manager.answer(each.request)
         if resolution.role not in _INSIDE:
-            continue  # a gradient or a weight as it is stored, which has a row already
+            continue  # `_tensors` has rows for gradients and stored weights
         decisions = (resolution if each.strict else left_open(resolution)).decisions
         shape = tuple(each.request.shape or ())
         dims = tuple(decision.mesh_axes for decision in decisions)

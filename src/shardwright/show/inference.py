@@ -72,7 +72,7 @@ def table_text(inferred: Inferred, *, width: int, is_summary: bool) -> str:
             padded = [text.ljust(size) for text, size in zip(cell, widths, strict=True)]
             evidence = f"guess: {dim.evidence}" if dim.guess else str(dim.evidence)
             head = f"  {'  '.join(padded)}  "
-            # Further lines of the evidence are below its first line.
+            # Align all lines of the evidence with its first line.
             room = len(head) + max(width - len(head), _LEAST_ROOM)
             lines += wrap(evidence, room, first=head, rest=" " * len(head))
     lines += [conflict.text for conflict in inferred.conflicts]

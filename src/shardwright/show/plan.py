@@ -135,7 +135,7 @@ def cause_rows(state: StateBytes) -> list[tuple[str, ...]]:
 
 
 def _causes(state: StateBytes) -> list[tuple[int, int, tuple[str, str, str]]]:
-    """For each cause, return the bytes to save, the array count, and (mesh axis, rule, reason)."""
+    """Per cause, return the bytes to save, the number of arrays, and (mesh axis, rule, reason)."""
     saved: dict[tuple[str, str, str], list[int]] = {}
     for leaf in state.leaves:
         if leaf.category is Category.INPUTS or not leaf.bytes.shape:

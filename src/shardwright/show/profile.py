@@ -114,7 +114,7 @@ def line_row(line: LineTime, profile: Profile) -> tuple[str, ...]:
 
 
 def difference_lines(profile: Profile) -> list[str]:
-    """Return the collectives that only the program has, and those that only the plan has."""
+    """Return how program and plan differ, such as collectives that only one of them has."""
     # Equal collectives share a line: an unrolled model has one for each layer.
     unplanned: dict[tuple[str, ...], list[MeasuredCollective]] = {}
     for each in profile.unplanned:

@@ -160,7 +160,7 @@ class Case:
 
 
 # Values that other code writes into a bias in place of a mask. Each is at most -2e38, also in
-# bfloat16, and hides its pair of query and key.
+# bfloat16, and hides its key from its query.
 _HIDING = np.array(
     [-np.inf, DEFAULT_MASK_VALUE, np.finfo(np.float32).min, -3.3895314e38, -2.01e38], np.float32
 )

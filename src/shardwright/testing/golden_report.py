@@ -76,7 +76,7 @@ def _names_part_of(path: Path, argument: str, config: pytest.Config) -> bool:
 
 
 def attach(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Add to a test's report the files that the test used, as plain data that crosses processes."""
+    """Add to a test's report the files that it used, as plain data to send between processes."""
     if report.when == "setup" or _GOLDEN not in item.stash:
         return
     config, reports, module, golden = (
@@ -168,7 +168,8 @@ def _clashes(uses: Sequence[dict[str, Any]], root: Path) -> list[str]:
 def _unused(
     folder: Path, uses: Sequence[dict[str, Any]], phases: Mapping[str, Mapping[str, set[str]]]
 ) -> list[Path]:
-    # A page with doctests may have the name of a module. Then page and module use one folder.
+    # A page with doctests may have the name of a module. Then page and module use one folder, so do
+    # not judge its files.
     module, *others = [
         path
         for path in folder.parent.parent.iterdir()
