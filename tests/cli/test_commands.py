@@ -68,7 +68,7 @@ BAD = {
     "  fix   create its folder first",
     "schema folder": "cannot write 'folder': is a directory",
     "schema pipe": "'pipe' is not a regular file, and would be replaced by one\n"
-    "  fix   choose another name, or print and redirect (>)",
+    "  fix   choose another name, or print the text and redirect it (>)",
     "check 'fsdp |'": "no preset ''",
 }
 

@@ -27,7 +27,7 @@ def collectives_text(
 
     Args:
       found: Result of `shardwright.plan.read_collectives`, or a part of it.
-      carried: Semantic axes by mesh axis, from `shardwright.plan.carried_axes`; shown below the
+      carried: Mesh axis -> semantic axes, from `shardwright.plan.carried_axes`; shown below the
         table.
       rows: Number of rows to show. Defaults to all.
       width: Characters per line.
@@ -69,7 +69,7 @@ def _row_key(collective: Collective) -> tuple[str, ...]:
         if collective.dtype == collective.wire_dtype
         else f"{collective.dtype} (as {collective.wire_dtype})"
     )
-    # `unsure` is part of the key, because an exact number of runs and an upper bound have no sum.
+    # `unsure` is part of the key, so that a row never adds exact numbers of runs and upper bounds.
     if collective.count is None:
         unsure = "?"
     else:

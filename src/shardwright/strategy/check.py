@@ -129,7 +129,7 @@ def name_problems(
                 if bare == "empty" or not _AXIS_NAME.fullmatch(key):
                     fix = hint or "use the name of an axis, such as batch"
                 # A name that differs from a known axis only in underscores or case is a misspelling
-                # of that axis.
+                # of that axis, so do not propose to declare it.
                 elif canonical_axis(bare) not in known:
                     fix = f'{hint} declare an axis of your own with [axes] {key} = "what it is"'
                 what = f"unknown axis {key!r}"

@@ -262,7 +262,7 @@ def _write_text(path: Path, text: str, *, overwrite: bool) -> Path:
     if path.exists() and not path.is_file() and not path.is_dir():
         # os.replace would replace the device or pipe itself.
         what = f"{str(path)!r} is not a regular file, and would be replaced by one"
-        raise StrategyError(what, fix="choose another name, or print and redirect (>)")
+        raise StrategyError(what, fix="choose another name, or print the text and redirect it (>)")
     # Write in the folder of the target, because `os.replace` is atomic only within one file system.
     # Forty characters of the name keep the temporary name below the usual limit of 255 bytes.
     temporary = target.with_name(f".{target.name:.40}.{secrets.token_hex(8)}")

@@ -570,7 +570,7 @@ class Strategy(BaseModel):
         if update:
             raise StrategyError(
                 f"model_copy(update=...) would not check {', '.join(map(str, update))}",
-                fix="overlay the change, strategy | Strategy(rules={...}), which checks the result",
+                fix="overlay the change: strategy | Strategy(rules={...}) checks the result",
             )
         return super().model_copy(deep=deep)
 
