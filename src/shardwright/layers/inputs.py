@@ -30,8 +30,9 @@ _UNKNOWN_FIX: Final = (
 def check_params(specs: Any, params: Any, *, path: str | None, create: str) -> None:
     """Check that parameters have the names and the shapes of their specs.
 
-    Inside a `shard_map`, a parameter may have any shape if the rules of the manager say that it is
-    a shard. Without a manager nothing is gathered, so each parameter must have its whole shape.
+    Inside a `shard_map`, the shape of a parameter is not checked if the rules of the manager shard
+    the parameter over a Manual mesh axis. Without a manager nothing is gathered, so each parameter
+    must have its whole shape.
 
     Args:
       specs: Tree of `ArraySpec`s. The nodes are dicts.
@@ -99,7 +100,7 @@ def _problems(
 
 
 def _has_shape(value: Any, spec: Any, path: str | None) -> bool:
-    """Tell whether a parameter has the shape of its spec, or a `shard_map` has split it."""
+    """Return True if a parameter has the shape of its spec, or may be a shard in a `shard_map`."""
     if getattr(value, "shape", None) == spec.shape:
         return True
     manager = context.current()
@@ -112,7 +113,7 @@ def _has_shape(value: Any, spec: Any, path: str | None) -> bool:
 
 
 def check_valid(valid: Any, rows: tuple[int, ...]) -> None:
-    """Check an array that says which rows are tokens; None says that all are.
+    """Check `valid`, which says for each row whether it is a token. None: all rows are tokens.
 
     Raises:
       LayerError: The array is not bool, or does not have one element per row.
@@ -189,7 +190,7 @@ def read_array(name: str, value: Any, dims: str, *, integers: bool = False) -> j
 
 
 def as_concrete(value: Any) -> np.ndarray | None:
-    """Return an array in host memory; None if it is traced or if parts are on other processes."""
+    """Return an array as NumPy; None if it is traced or if other processes have parts of it."""
     if isinstance(value, jax.core.Tracer):
         return None
     if isinstance(value, jax.Array) and not value.is_fully_addressable:

@@ -42,7 +42,7 @@ _TOKENS = (BATCH, QUERY_LENGTH)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Means over the tokens that are not ignored.
+    """The losses of a batch: means over the tokens that are not ignored.
 
     Attributes:
       mean: Cross-entropy in nats per token, plus the z-loss: what training minimizes.
@@ -93,8 +93,8 @@ def logits(
       head: As stored: `[embed, vocab]`, or the embedding table `[vocab, embed]`.
       tied: Whether `head` is the embedding table.
       softcap: c in `c * tanh(logits / c)`. Defaults to none.
-      vocab: Size of the vocabulary without its padding, if that of `head` is padded. The logits of
-        the padding become -inf. By default, nothing is padding.
+      vocab: Size of the vocabulary without its padding, if the vocabulary of `head` is padded. The
+        logits of the padding become -inf. By default, nothing is padding.
       dtypes: `compute` is the dtype of the operands.
       path: Path of `head` in the model, required if the strategy has `[[tensors]]` entries.
 
@@ -134,7 +134,8 @@ def cross_entropy(
     maximum, a sum and the logit of the label. With `chunks`, the tokens are divided into parts, and
     only the logits of one part at a time are in memory. The backward pass computes these logits
     again, also part by part. Inside a `shard_map`, the means are over the tokens of one device. For
-    means over all tokens, sum `Loss.weighted` over devices.
+    means over all tokens, sum the total and the weight of `Loss.weighted` over the devices, and
+    divide the sums.
 
     Args:
       x: `[batch, length, embed]`, after the last norm. Rows with NaN make gradients NaN, even where
@@ -204,7 +205,7 @@ def _read_operands(x: Any, head: Any, tied: bool) -> tuple[jax.Array, jax.Array]
 
 
 def _use_head(x: Any, head: Any, tied: bool, path: str | None) -> Any:
-    """Gather the head. Inside a `shard_map`, its EMBED dim may be whole only after the gather.
+    """Gather the head, then check that its EMBED dim is whole. A stored shard may lack parts of it.
 
     Raises:
       LayerError: A `shard_map` has split EMBED.
@@ -244,10 +245,11 @@ def _matmul(x: Any, weight: Any, tied: bool) -> jax.Array:
 
 @functools.partial(_matmul.defjvp, symbolic_zeros=True)
 def _matmul_jvp(tied: bool, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """Round the cotangent of the logits to the dtype of the operands, when this rule is transposed.
+    """Compute the tangent of the logits in the dtype of the operands.
 
-    JAX's own rule multiplies a float32 cotangent with both operands. On a GPU, such float32 matmuls
-    run at half the speed or less, and a float32 cotangent takes twice the memory.
+    The transpose of this rule then rounds the cotangent to this dtype. JAX's own rule multiplies a
+    float32 cotangent with both operands. On a GPU, such float32 matmuls run at half the speed or
+    less, and a float32 cotangent takes twice the memory.
     """
     (x, weight), (dx, dweight) = primals, tangents
     # A frozen head has no tangent, so leave its term out.

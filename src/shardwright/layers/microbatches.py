@@ -33,7 +33,8 @@ class Microbatches:
 
     So the rows of a microbatch are on one stage, spread over all shards of this stage, and no row
     is sent. If pp is the last mesh axis of BATCH, c is 1, and the rows of a microbatch do not
-    depend on S: microbatch i has the i-th of m parts of each shard over the other mesh axes.
+    depend on S: each of the `a` shards is cut into m parts, and microbatch i has the i-th part of
+    each shard.
 
     Attributes:
       manager: The manager.

@@ -40,8 +40,8 @@ class MlpConfig:
     Attributes:
       embed: Size of the residual.
       hidden: Size of the hidden layer, between the two matmuls.
-      activations: One name per up projection. The results of the activations are multiplied. See
-        `activation`.
+      activations: One name per up projection. The results of several activations are multiplied.
+        See `activation`.
       clamp: Constants of the clamped activations.
       norm: The norm before the block, or None.
       bias: Whether the matmuls have biases.

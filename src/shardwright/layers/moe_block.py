@@ -42,7 +42,7 @@ class MoEBlockConfig:
 
 
 def specs(config: MoEBlockConfig) -> dict[str, Any]:
-    """Return the parameters of the block as `ArraySpec`s: `moe`, and maybe `norm`."""
+    """Return the parameters of the block as `ArraySpec`s: `moe`, and `norm` if there is one."""
     tree: dict[str, Any] = {"moe": moe.specs(config.moe)}
     if config.norm is not None:
         tree["norm"] = norm.specs(config.norm, config.embed, config.moe.dtypes)

@@ -151,8 +151,9 @@ def _check(x: Any, **params: Any) -> None:
                 path=name,
                 fix=f"pass {name} of shape {size}, one value per element of the last dim",
             )
-    # The mean over a shard of EMBED is not the mean over the whole dim. If the scale does not vary
-    # over the mesh axes of EMBED, the scale and the last dim of `x` are whole.
+    # The mean over a shard of EMBED is not the mean over the whole dim. The scale and the last dim
+    # of `x` have equal sizes, so if the scale does not vary over the mesh axes of EMBED, both are
+    # whole.
     split = split_over(size, (EMBED,))[0]
     if not split or not _jax.tracks_varying():
         return

@@ -173,8 +173,8 @@ def _shards_apart(
 ) -> tuple[str, ...]:
     """Return the mesh axes of BATCH before the first one that shards a weight during the ticks.
 
-    Over these mesh axes, each shard holds whole weights. They come first in BATCH, so that no row
-    is sent.
+    Over these mesh axes, each shard holds whole weights. They are the first mesh axes of BATCH, so
+    no row has to be sent.
     """
     role, sharded = Role.USE if once else Role.PARAM, set[str]()
     for at, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_array_spec)[0]:

@@ -81,11 +81,11 @@ def pipeline_loss(
       per_layer: As in `pipeline`.
       path: As in `pipeline`.
       aux: Function of the output of one layer that returns its auxiliary loss. Defaults to none.
-      by_row: As in `pipeline`. `by_row` says nothing about the head.
+      by_row: As in `pipeline`, for the layers only: the head may combine rows.
 
     Raises:
       IndivisibleError: As in `pipeline`.
-      RankMismatchError: As in `pipeline`, and for `head_inputs`.
+      RankMismatchError: As in `pipeline`, also for an array of `head_inputs`.
       LayerError: As in `pipeline`, or the head does not return one scalar.
 
     >>> import jax, jax.numpy as jnp
@@ -192,7 +192,7 @@ def _all_layers_first(
 def _in_forward_rule(
     stages: Stages, head: Head, params: Any, inputs: LayerInputs, parts: Any, *of_head: Any
 ) -> tuple[Any, Any]:
-    """Compute the loss. If it is differentiated, compute the gradients in the same pass."""
+    """Compute the loss. If the loss is differentiated, compute its gradients in the same pass."""
     (x, streamed, rows), (head_params, head_parts) = parts, of_head
     # Gradients get the types of their primals, so place `per_layer` as the stages read it.
     (per_layer,) = stages.placed((inputs.per_layer,), (stages.of_layers,))
@@ -258,8 +258,8 @@ class _OneFOneB:
     Microbatches come to stage 0 as in `Stages`, and gradients take the places that become empty.
     There are m microbatches, S stages, and q = m / S places on each stage. A gradient moves from
     stage 0 to the last stage, and from there back towards stage 0, by one stage in q ticks. The
-    gradient of microbatch s q + j starts in tick s q + j + 2 S - 2. So after the last tick, the
-    gradient has moved S - s times, and is at stage s, where its microbatch came from.
+    gradient of microbatch s q + j starts at stage 0 in tick s q + j + 2 S - 2. So after the last
+    tick, the gradient has moved S - s times, and is at stage s, where its microbatch came from.
 
     Every stage runs every collective in every tick. Results that a stage does not need are dropped
     by a select, because a product with 0 would keep NaN. In a bubble, a stage runs a real
@@ -375,7 +375,7 @@ class _OneFOneB:
         return (held, gradients, stream, kept, sums, total), outputs
 
     def _chunk(self, weights: Any, given: Any, number: Any) -> tuple[Any, Any, Any]:
-        """Return (x, streamed) after the layers of the stage, their losses and their outputs."""
+        """Run the stage's layers; return (x, streamed), the sum of the losses, and the outputs."""
         stack = self._join(weights, self._fixed)
         x, (losses, outputs) = self.stages.chunk(stack, self.rows, self.keys, number, *given)
         return (x, given[1]), losses.sum(), outputs

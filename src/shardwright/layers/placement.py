@@ -100,7 +100,7 @@ def split_problems(
     path: str | None = None,
     role: Role = Role.USE,
 ) -> list[Problem]:
-    """Return one problem for each dim of an array, if a `shard_map` splits this dim.
+    """Return one problem for each dim of an array that a `shard_map` splits.
 
     Layers do not communicate inside a `shard_map`, so they would compute the result of one shard
     alone.
@@ -171,7 +171,8 @@ def use(params: Any, specs: Any, *, path: str | None = None) -> Any:
       specs: The `ArraySpec`s of `params`.
       path: Path of the tree in the model, required if the strategy has `[[tensors]]` entries.
     """
-    # A weight may have one spec for its use and another one as stored: under FSDP, gather it here.
+    # Under FSDP, the spec of a stored weight differs from that of its use, so gather the weight
+    # here.
     manager = context.current()
     return params if manager is None else manager.gather(params, specs, path=path)
 

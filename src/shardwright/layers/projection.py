@@ -27,7 +27,7 @@ from shardwright.vocabulary.axes import EMPTY
 def specs(
     inputs: NamedSizes, outputs: NamedSizes, *, adaptation: LoraConfig | None, **options: Any
 ) -> dict[str, Any]:
-    """Return the parameters of a matmul: those of `dense.specs`, and `lora` with an adaptation.
+    """Return the parameters of a matmul: those of `dense.specs`, and `lora` if it is adapted.
 
     Args:
       inputs: Axis and size of the dims that are contracted.
@@ -50,7 +50,7 @@ def init_scaling(
 
     Args:
       recipe: The recipe of the block, or None.
-      groups: Names of the kernels of each input.
+      groups: The kernels that read each input: name of the group -> names of its kernels.
       layers: Size of a leading dim, for stacked parameters, or None.
     """
     if not isinstance(recipe, DelayedScaling):

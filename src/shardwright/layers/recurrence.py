@@ -128,7 +128,8 @@ def linear_scan(a: Any, x: Any, *axes: Any, reverse: bool = False) -> Any:
     if not shape[scan.dim]:
         return x
     # Over Explicit mesh axes, and inside another shard_map, a cotangent must have the type of its
-    # argument. So give the arguments these types before the call of the custom_vjp.
+    # argument. So give the arguments the types with which the shard_map runs, before the call of
+    # the custom_vjp.
     a, x = _jax.vary_together((a, x))
     if scan.mesh is not None:
         a, x = place_for_shard_map((a, x), (scan.spec, scan.spec), mesh=scan.mesh)

@@ -58,7 +58,7 @@ def rope(
            [-1.13, -0.85]], dtype=float32)
 
     Args:
-      x: `[batch, length, heads, head_dim]`, as attention takes them.
+      x: Queries or keys, `[batch, length, heads, head_dim]`, as attention takes them.
       positions: `[batch, length]` integers, or `[1, length]` if all sequences have equal positions.
         A negative position marks padding: its row is rotated as at position 0, and attention
         ignores the row.

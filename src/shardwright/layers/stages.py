@@ -205,9 +205,9 @@ class Stages:
             check_vma=False,
         )
         if rest:
-            # JAX 0.10 gathers the arguments and results of a `shard_map` over the mesh axes that
-            # are not in `axis_names`, if these are Explicit. So make these mesh axes Auto around
-            # the `shard_map`.
+            # If a mesh axis is Explicit and not in `axis_names`, JAX 0.10 gathers the arguments and
+            # results of the `shard_map` over it. So make such mesh axes Auto around the
+            # `shard_map`.
             is_explicit = kinds[STAGES] is AxisType.Explicit
             out_sharding = [spec if is_explicit else PartitionSpec() for spec in out_specs]
             for at_result, arrays in enumerate(like):
@@ -242,15 +242,15 @@ class Stages:
         stream = jax.tree.map(lambda leaf: leaf[0], stream)
         rows = jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), rows)
         me, own = jax.lax.axis_index(STAGES), count // stages
-        # A microbatch comes back to stage 0 after `stages` ticks, and runs there again `count`
-        # ticks after its last run there.
+        # A microbatch runs on stage 0 again `count` ticks after its last run there. It is back
+        # there after `stages` ticks, so it has to wait.
         waits = count - stages + 1
         back = [(stage, stage - 1) for stage in range(1, stages)]
         on = [(stage, stage + 1) for stage in range(stages - 1)]
         if repeats > 1:
             on.append((stages - 1, 0))
-        # For the backward pass, keep only the values that a stage reads. The other operations here
-        # are linear, so they need no values.
+        # For the backward pass, keep only the inputs of each chunk. The other operations here are
+        # linear, so they need no values.
         run = jax.checkpoint(self.chunk, prevent_cse=False)
 
         def tick(carry: Any, number: Any) -> tuple[Any, Any]:

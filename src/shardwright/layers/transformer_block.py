@@ -79,8 +79,8 @@ class TransformerConfig:
         residual, "dots" keeps results of matmuls with weights, and "blocks" keeps the outputs of
         the blocks.
       scan: Whether the layers run as one `jax.lax.scan` over stacked parameters, so that only one
-        layer of each kind is compiled. If the last pattern is not whole, its layers run after the
-        scan. Caches need `scan=False`: see `unstack` and `unstack_state`.
+        layer of each kind is compiled. Layers after the last whole pattern run after the scan.
+        Caches need `scan=False`: see `unstack` and `unstack_state`.
 
     Raises:
       LayerError: The sizes do not fit each other, or a value is not valid.
@@ -140,7 +140,7 @@ class TransformerConfig:
 
     @property
     def mlps(self) -> tuple[MlpConfig | MoEBlockConfig, ...]:
-        """The MLPs and MoE blocks of the layers that repeat."""
+        """The pattern of MLPs and MoE blocks, which repeats over the layers."""
         return self.mlp if isinstance(self.mlp, tuple) else (self.mlp,)
 
     @property
@@ -177,8 +177,8 @@ class StackState:
     Attributes:
       caches: One KV cache per layer, or None.
       moe: One `MoEState` per tree of parameters, or None for an MLP. With `scan`, the arrays of a
-        state have a leading dim of the layers of the tree. Before the first call, `moe` itself is
-        None.
+        state have a leading dim with an entry per layer of the tree. Before the first call, `moe`
+        itself is None.
       scaling: With delayed scaling, one tree per tree of parameters; else None. In an argument,
         this is `fp8.uses(scaling, channel)`. In a result, it is the amaxes of inputs and kernels;
         with caches, it is the argument unchanged, so the result can be passed to the next call.
@@ -422,8 +422,8 @@ def apply(
         # `params[first:]` are the layers that are not scanned: the last ones of the stack.
         number = config.layers - len(params) + at
         cache = None if state.caches is None else state.caches[number]
-        # A cache is for inference, so nothing is computed again. Remat would also trace the layer,
-        # and inside a trace a full cache cannot raise an error.
+        # Inference with a cache has no backward pass, so remat is of no use. Remat would also trace
+        # the layer, and inside a trace a full cache cannot raise an error.
         remat = config.remat if cache is None else "none"
         # These layers are outside of the scan, so `_layer` must keep XLA from merging the
         # recomputation with the first computation.
@@ -769,7 +769,7 @@ def _check_scaling(config: TransformerConfig, scaling: Any) -> None:
 def _check_layers(
     config: TransformerConfig, tree: int, name: str, value: Any, *, own_rank: int
 ) -> None:
-    """Check that an array of the state has a leading dim of layers exactly if a scan reads it."""
+    """Check that scanned arrays of the state have a leading dim of layers, and others have none."""
     shape = getattr(value, "shape", None)
     scanned = _is_scanned(config, tree)
     wanted = (config.trips,) if scanned else ()

@@ -45,11 +45,11 @@ def lint(strategy: Any, tensors: Any = None, *, mesh: Any = None) -> tuple[Findi
 
     Args:
       strategy: A `Strategy`.
-      tensors: Tree of `ArraySpec`s or annotations, or a list of `Tensor`s. With it, rules are
-        compared with what a model uses.
+      tensors: Tree of `ArraySpec`s or annotations, or a list of `Tensor`s. If given, rules are
+        compared with the axes of these tensors.
       mesh: A `Mesh`, an `AbstractMesh`, a mapping of mesh axis to size, a `MeshSpec`, or text such
-        as `"dcn.dp:2,dp:4,tp:4"`. Defaults to the mesh of the strategy. A size of -1 is then
-        unknown.
+        as `"dcn.dp:2,dp:4,tp:4"`. Defaults to the mesh of the strategy. A mesh axis of size -1
+        counts as one of unknown size.
 
     Raises:
       StrategyError: `strategy` is not a `Strategy`, or the tree has leaves that are not

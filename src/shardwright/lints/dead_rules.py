@@ -44,8 +44,9 @@ def _hides(subject: Subject, earlier: tuple[str, ...], later: tuple[str, ...]) -
     if set(earlier) == set(later):
         return True
     if subject.rules.policy.missing is Missing.REPLICATE:
-        # Under `missing = "replicate"`, a longer candidate with an absent mesh axis replicates the
-        # dim, even if the earlier one does not fit.
+        # Under `missing = "replicate"`, if the mesh lacks an axis of the later candidate, this
+        # candidate replicates the dim, even where the earlier one does not fit. So it has an
+        # effect.
         return False
     # Compare candidates as written. On a mesh that lacks an axis, two of them may be equal, and a
     # file that is meant for several meshes needs both.

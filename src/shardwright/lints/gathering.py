@@ -30,7 +30,7 @@ _STACKED = frozenset({LAYERS, EXPERT})
 
 
 def not_gathered(subject: Subject) -> Iterator[Finding]:
-    """Yield rules that shard weights over a mesh axis of the tokens, if `gather` does not name it.
+    """Yield rules that shard weights over a mesh axis that shards tokens too, if `gather` lacks it.
 
     If the tokens of `x` and a dim of `w` are both sharded over fsdp, each device has its own tokens
     and its own part of `w`. So XLA must move data for each matmul `x @ w`. With fsdp in
@@ -42,7 +42,7 @@ def not_gathered(subject: Subject) -> Iterator[Finding]:
             tokens.setdefault(name, axis_label(axis))
     stored = [*subject.rules.params[0]]  # rules of train, the first mode
     if (largest_dim := subject.rules.policy.largest_dim) is not None:
-        stored.append(("", largest_dim))  # for every axis that a weight may have
+        stored.append(("", largest_dim))  # "" stands for every axis of a weight
     for axis, rule in stored:
         if axis in NO_PARAMETER_HAS | _STACKED | {LENGTH} or not _has_parameter(subject, axis):
             continue

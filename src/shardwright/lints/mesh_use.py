@@ -41,7 +41,7 @@ _ADDED: Final = {
         "lower largest_dim_min_size, name a mesh axis that no rule uses, or drop the line",
     ),
 }
-_REASONS: Final = 2  # notes that a finding shows
+_REASONS: Final = 2  # number of notes that a finding shows at most
 
 
 def unknown_mesh_axes(subject: Subject) -> Iterator[Finding]:
@@ -170,7 +170,7 @@ def idle_policies(subject: Subject) -> Iterator[Finding]:
         answers: list[Resolution] = []
         if not any(subject.live(candidate) for candidate in rule.candidates):
             if not subject.own_mesh:
-                continue  # the rule may be for another of several meshes
+                continue  # the rule may be meant for another mesh
             names = ", ".join(rule.mesh_axes)
             why = f"the mesh has no axis of more than one device among {names}"
         else:

@@ -163,7 +163,8 @@ def make_subject(
     """
     rules = strategy.compile()
     sizes, crossing = _mesh(strategy, mesh)
-    # On one device every size divides, so lints cannot find sizes that do not divide.
+    # If sizes are unknown, resolve on one device. Every size divides there, so lints cannot find
+    # sizes that do not divide.
     known = sizes if sizes and INFER not in sizes.values() else {"dp": 1}
     answers = tuple(
         ResolvedTensor(tensor=tensor, mode=mode, resolution=_resolve(tensor, rules, known, mode))

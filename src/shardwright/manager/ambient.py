@@ -70,7 +70,7 @@ def current_mesh() -> Mesh | AbstractMesh | None:
     """Return the current mesh, or None.
 
     The current mesh is the first of these that exists: the mesh of `jax.set_mesh`, of an enclosing
-    `shard_map`, of a legacy `with mesh:`, and of the ambient manager.
+    `shard_map`, of a legacy `with mesh:`, or of the ambient manager.
     """
     mesh = _jax.mesh_at_hand()
     if mesh is not None:

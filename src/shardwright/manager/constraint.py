@@ -38,7 +38,7 @@ class Placement:
       auto: The part of the spec over Auto mesh axes, or None if the mesh has none.
       explicit: The part of the spec over Explicit mesh axes, or None if the mesh has none.
       mesh: The manager's mesh, with the axis types of the ambient mesh where that is possible.
-      ambient: Whether a mesh is ambient, which a bare spec requires.
+      ambient: Whether a mesh is ambient.
       sharding: Argument of the constraint over Auto mesh axes: a `NamedSharding` on the manager's
         mesh if JAX allows it, else a bare spec (a `PartitionSpec` without a mesh). JAX refuses a
         bare spec in an eager `grad` or `vmap` of an array that was created before the mesh became
@@ -249,8 +249,8 @@ def _filled(spec: Any, current: PartitionSpec) -> PartitionSpec:
     """
     if UNCONSTRAINED not in spec.partitions and not current.reduced:
         return spec  # type: ignore[no-any-return]
-    # Only `with_sharding_constraint` takes UNCONSTRAINED. A mesh axis may be in a spec once, so a
-    # dim loses mesh axes that the new spec uses elsewhere.
+    # Only `with_sharding_constraint` takes UNCONSTRAINED. A mesh axis may be in a spec only once,
+    # so a dim loses the mesh axes that the new spec uses elsewhere.
     used = {axis for entry in spec.partitions for axis in entry_names(entry)} | spec.unreduced
     current_entries = (*current.partitions, *[None] * len(spec.partitions))
     entries = []

@@ -1,8 +1,8 @@
 """The ambient manager, and its key in JAX's caches.
 
-A thread has a stack of the managers that it entered. A task has a context with a context variable.
-This variable holds the manager that the task entered last or, if the task entered none, the manager
-that applied where the task was created.
+A thread has a stack of the managers that it entered. An asyncio task has a context, and in it a
+context variable. This variable holds the manager that the task entered last or, if the task entered
+none, the manager that applied where the task was created.
 
 JAX reads neither the stack nor the context variable. It reads a user-context, which belongs to the
 thread. The value of the user-context is a `Key`, which is part of the keys of every cache of JAX.
@@ -131,7 +131,7 @@ class _EnteredManager:
 class _Thread(threading.local):
     """The entries of this thread, innermost last.
 
-    `below` is the user-context of the first entry. Its exit restores the value from before.
+    `below` is the user-context of the first entry. Its exit restores the value before this entry.
     """
 
     def __init__(self) -> None:
@@ -244,7 +244,7 @@ def _current_task() -> Any:
 
 
 def _is_of_another_task(entry: _EnteredManager) -> bool:
-    """Tell whether another task entered a manager and still runs.
+    """Tell whether the task that made an entry is another task, and still runs.
 
     If a task ends and has not left its manager, the manager stays in force for the thread. This
     rule is for notebooks, whose cells are tasks.

@@ -19,8 +19,8 @@ class Decided(NamedTuple):
 
     Attributes:
       request: The request, in the mode of the call, else of the manager.
-      placement: Spec of the array on the current mesh. None if `shard_map` has applied all mesh
-        axes.
+      placement: Spec of the array on the current mesh. None if all mesh axes are Manual:
+        `shard_map` has applied them.
       manual: The resolution, if a dim is sharded over Manual mesh axes. None otherwise.
       strict: Whether a dim that does not fit is an error.
     """

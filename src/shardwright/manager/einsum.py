@@ -170,10 +170,10 @@ def _place_result(matmul: _Contraction, placement: Placement, *operands: Any) ->
 def _before_scatter(
     matmul: _Contraction, operands: tuple[Any, ...], spec: PartitionSpec
 ) -> PartitionSpec:
-    """Return the spec with which a matmul is called, before the result gets `spec`.
+    """Return the `out_sharding` of a matmul whose result is then resharded to `spec`.
 
     The two specs differ if JAX marks the weight as reduced. JAX then refuses a cotangent whose
-    tokens are sharded over a mesh axis that the weight is contracted over, such as tp if it shards
+    tokens are sharded over a mesh axis that the weight is contracted over, such as tp, if tp shards
     LENGTH too. So the sum first stays unreduced over such mesh axes.
     """
     weight = jax.typeof(operands[-1]).sharding.spec

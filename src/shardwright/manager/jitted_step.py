@@ -284,7 +284,8 @@ class JittedStep:
             # A ShardingError is a ValueError too, and its message already names the problem.
             raise
         except ValueError as error:
-            # JAX compares the shardings before it runs anything.
+            # JAX compares the shardings before it runs anything, so the arguments are still intact
+            # here.
             problems = [
                 problem
                 for argument, value in zip(self._arguments, arguments, strict=True)

@@ -145,8 +145,8 @@ class PartitionManager(Manager):
     ) -> NamedSharding:
         """Return the sharding of an annotation. Equal specs give the identical object.
 
-        The arguments are those of `explain`. `memory_kind` defaults to the memory in `[memory]` of
-        the strategy, else to the default memory of the devices.
+        The arguments are those of `explain`. `memory_kind` defaults to the memory that `[memory]`
+        of the strategy names, else to the default memory of the devices.
 
         Raises:
           ShardingError: The annotation does not resolve. The error has the `problems` of `explain`.
@@ -202,7 +202,8 @@ class PartitionManager(Manager):
           ManualAxisError: Inside `shard_map`, the spec has a Manual mesh axis that the value does
             not vary over.
           MeshMismatchError: The ambient mesh is not the manager's.
-          AgreementError: NumPy data differs between processes; see `agree` of the manager.
+          AgreementError: NumPy data differs between processes. Under `agree=False`, JAX makes this
+            check.
         """
         return arrays.place(self, x, axes, mode, role)
 
@@ -348,8 +349,8 @@ class PartitionManager(Manager):
         The arguments are those of `shardings`.
 
         Raises:
-          IndivisibleError: It is unknown whether a symbolic size of `jax.export` divides, so JAX
-            refuses the sharding for an input.
+          IndivisibleError: JAX cannot know whether a symbolic size of `jax.export` divides, so it
+            refuses the sharding.
           ShardingError: See `shardings`.
         """
         return trees.abstract(self, values, annotations, mode=mode, role=role)
@@ -492,9 +493,9 @@ class PartitionManager(Manager):
 
         The returned function has `lower`, `trace` and the other attributes of a jitted function. It
         takes its arguments by position. It raises a ShardingError if the state has another
-        structure, shape or dtype than `state` here, if inputs do not fit their annotations, if an
-        array has another sharding, and if an array is deleted because an earlier call has donated
-        it.
+        structure, shape or dtype than the argument `state`, if inputs do not fit their annotations,
+        if an array has another sharding, and if an array is deleted because an earlier call has
+        donated it.
 
         Args:
           step: Function of the state and the inputs. It returns the new state, of the same
@@ -541,8 +542,9 @@ class PartitionManager(Manager):
         """Return what a function sends and computes under a manager, without a device or a
         compiler.
 
-        Annotations stay in the trace of the function; over Explicit mesh axes, types have shardings
-        too. A walk over the trace follows the sharding of every value and records the collectives.
+        The function is traced, and its annotations stay in the trace. Over Explicit mesh axes, the
+        types in the trace have shardings too. A walk over the trace follows the sharding of every
+        value and records the collectives.
 
         Args:
           function: The function that you would pass to `jax.jit`.
@@ -630,7 +632,7 @@ class PartitionManager(Manager):
           ShardingError: The problems of all leaves at once, each with its path. Arrays of 2 bits,
             such as int2, cannot be moved.
 
-        Bytes are those of the arrays' `nbytes`, which counts a byte per element of 4 bits.
+        Bytes are counted as in `nbytes` of an array: an element of 4 bits takes a whole byte.
 
         >>> import jax, shardwright as sw
         >>> strategy = sw.Strategy.preset("fsdp_tp")
@@ -671,8 +673,8 @@ class PartitionManager(Manager):
           tree: Tree of arrays or NumPy arrays, on any mesh or none.
           specs: As for `plan_reshard`.
           piece: As for `plan_reshard`.
-          donate: Whether each source array is deleted after its leaf has moved, so that the peak is
-            lower. Defaults to False.
+          donate: Whether each source array is deleted after its leaf has moved, so that the peak
+            memory is lower. Defaults to False.
           dtype: As for `plan_reshard`.
           progress: Called after each piece. Defaults to a line in the log `shardwright.reshard`
             every five seconds.

@@ -32,8 +32,8 @@ class AllGather:
       dim: Position of the dim.
       axes: Mesh axes over which the dim is gathered, major first.
       sizes: Sizes of these mesh axes.
-      order: All mesh axes that split the dim, if the gathered axes are not the minor ones, so that
-        the shards must move first. Else empty.
+      order: If the gathered axes are not the minor ones, all mesh axes that split the dim: the
+        shards then move before the all-gather. Else empty.
       moves: Pairs (source, destination) of positions along `order`, or empty. A permute with these
         pairs runs before the all-gather, so that the gathered parts are in order.
     """

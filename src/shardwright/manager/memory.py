@@ -83,7 +83,7 @@ def to_host(x: Any, sharding: NamedSharding) -> Any:
     """Move a value of a trace from the device to host memory."""
     if isinstance(sharding.mesh, AbstractMesh):
         return jax.device_put(x, jax.memory.Space.Host)
-    # JAX types only values of this memory kind as values on the host.
+    # In JAX's types, a value is on the host only if it has this memory kind.
     return jax.device_put(x, sharding.with_memory_kind(HOST))
 
 

@@ -307,7 +307,8 @@ def _read_by_results(jaxpr: Any, inputs: Sequence[frozenset[int]]) -> list[froze
     for equation in jaxpr.eqns:
         operands = list(map(of, equation.invars))
         results = [frozenset[int]().union(*operands)] * len(equation.outvars)
-        # optax jits functions of whole trees, so look inside. Loops and branches count as a whole.
+        # optax jits functions of whole trees, so look inside these. Loops and branches count as a
+        # whole.
         inner = bodies(equation)
         if len(inner) == 1 and inner[0].runs is Runs.ONCE:
             results = _read_by_results(inner[0].jaxpr, inner[0].of_operands(operands))
@@ -324,7 +325,7 @@ def _unfit(path: str, leaf: Any, annotation: Any) -> Problem | None:
         what += f"{annotation.shape}"
         fix = "use an optimizer without factored moments or histories, such as optax.adam"
     else:
-        # With the same key, every layer would draw the same noise.
+        # All layers share a scalar. Refuse a random key: every layer would draw the same noise.
         if np.shape(leaf) == () and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return None
         what = f"state of shape {np.shape(leaf)} and dtype {leaf.dtype} belongs to no parameter"

@@ -56,7 +56,7 @@ class _ResolvedInputs:
 
     Attributes:
       mesh_axes: Mesh axes of each dim, by the axes of the dim.
-      owners: Path of the first array that has a dim with these axes.
+      owners: Path of the first array with such a dim, by the axes of the dim.
       dims: The annotation of each array as `Dim`s (see `vocabulary.lowering`).
       problems: Problems of all arrays.
     """

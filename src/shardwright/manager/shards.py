@@ -34,7 +34,8 @@ def place_for_shard_map(
       in_specs: One tree of specs per argument, of the argument's structure.
       mesh: Mesh of the specs. If a mesh is ambient, its axis types apply.
       keep_reduced: Whether an argument that is reduced over mesh axes stays reduced, for
-        `reduced_specs`. Otherwise the `shard_map` sums its gradient over these mesh axes.
+        `reduced_specs`. Otherwise the `shard_map` sums the gradient of the argument over these mesh
+        axes.
 
     Raises:
       MeshMismatchError: A spec puts an Auto mesh axis before an Explicit one in one dimension.

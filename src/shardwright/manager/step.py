@@ -106,14 +106,15 @@ def jit_step(
         for position, tree in enumerate(inputs)
     ]
 
-    # Parameters in host memory move layer by layer, in `gather` and in an `offloaded` optimizer.
+    # Parameters in host memory move layer by layer, in `gather` and in an `offloaded` optimizer. So
+    # if there are any, the step gets the whole state where it is.
     keeps_params = memory.holds_params(manager.rules, manager.mode or MODE_TRAIN)
 
     @functools.wraps(step)
     def run(state: Any, *inputs: Any) -> tuple[Any, Any]:
-        # Enter inside the traced function, so that `step`, `lower` and `trace` need no `with pm:`.
-        # Inside a trace, `with manager` sets no mesh, because JAX may not know the devices of an
-        # abstract mesh. Here `in_shardings` name them.
+        # Enter the manager inside the traced function, so that `step`, `lower` and `trace` need no
+        # `with pm:`. Inside a trace, `with manager` sets no mesh, because JAX may not know the
+        # devices of an abstract mesh. Here `in_shardings` name them.
         mesh = (_jax.ambient_mesh() or manager.mesh).abstract_mesh
         with manager, jax.sharding.use_abstract_mesh(mesh):
             # `out_shardings` move the state back to the host.

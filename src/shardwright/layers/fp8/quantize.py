@@ -38,9 +38,10 @@ class Scaled:
 
     Attributes:
       value: float8 values.
-      scale: Without blocks, float32: the array is about `value * scale`. With blocks, uint8: the
-        exponent of each block plus 127. The size of `scale` along `dim` is 1/32 of that of `value`.
-      dim: The dim of the blocks, or None for one scale.
+      scale: Without blocks, float32, called `inverse` above: the array is about `value * scale`.
+        With blocks, uint8: the exponent of each block plus 127. The size of `scale` along `dim` is
+        1/32 of that of `value`.
+      dim: The dim along which the blocks lie, or None if the array has one scale.
     """
 
     value: Any
@@ -56,8 +57,8 @@ def largest_absolute(x: Any, *, pipeline: tuple[str, ...] | None = None) -> jax.
 
     Args:
       x: Floats.
-      pipeline: Mesh axes of the pipeline. Defaults to those of the ambient manager's rules, or to
-        `pp` without one.
+      pipeline: Mesh axes of the pipeline. Defaults to those of the ambient manager's rules; without
+        a manager, to `pp`.
     """
     # `jnp.max` refuses an array without elements.
     amax = (jnp.max(jnp.abs(x)) if x.size else jnp.zeros_like(x, shape=())).astype(jnp.float32)
@@ -76,7 +77,7 @@ def largest_absolute(x: Any, *, pipeline: tuple[str, ...] | None = None) -> jax.
 
 
 def pipeline_axes() -> tuple[str, ...]:
-    """Return the mesh axes of the pipeline: by the ambient manager's rules, else `pp`."""
+    """Return the mesh axes of the pipeline by the ambient rules; without a manager, `pp`."""
     manager = context.current()
     return ("pp",) if manager is None else tuple(manager.mesh_axes(PIPELINE_PARALLEL))
 
@@ -89,7 +90,7 @@ def scale_of(amax: Any, dtype: Any, *, margin: int = 0, old: Any = None) -> jax.
 
     Args:
       amax: Largest absolute values, float32.
-      dtype: The format, or an array of the largest values of formats.
+      dtype: The fp8 format, or an array with the largest value of the format for each `amax`.
       margin: The scale is divided by 2^margin.
       old: The scales to keep where amax is 0 or not finite. Defaults to 1.
     """
@@ -125,7 +126,10 @@ def quantize_blocks(x: Any, dim: int, dtype: Any) -> Scaled:
 
 
 def dequantize(x: Scaled, dtype: Any) -> Any:
-    """Return the array in `dtype`. With a scale per block, bfloat16 and float32 are exact."""
+    """Return the array in `dtype`.
+
+    With a scale per block, the result is exact in bfloat16 and float32.
+    """
     if x.dim is None:
         return (x.value.astype(jnp.float32) * x.scale).astype(dtype)
     exponent = jnp.expand_dims(x.scale.astype(jnp.uint32), x.dim + 1)

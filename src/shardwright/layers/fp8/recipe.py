@@ -22,7 +22,7 @@ FORMAT: Final = one_of((E4M3, E5M2))
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DelayedScaling:
-    """One scale per tensor, from the largest values of earlier updates.
+    """One scale per tensor, from the largest values that the tensor had at earlier updates.
 
     Attributes:
       margin: The scale is divided by 2^margin.

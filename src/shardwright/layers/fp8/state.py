@@ -189,7 +189,7 @@ def uses(scaling: Any, channel: Any = None) -> Any:
     Args:
       scaling: A tree of `DenseScaling`s.
       channel: The channel of this use, without the leading dims `uses` of `new_channel`. Defaults
-        to constants, for inference.
+        to zeros, for inference.
 
     Raises:
       LayerError: The last update was not valid, see `check`.
@@ -233,12 +233,13 @@ def split_uses(tree: Any, count: int) -> Any:
 
 
 def use_of(tree: Any, number: Any, runs: Any = True) -> Any:
-    """Return a tree that `split_uses` returned, with only the channels of one use.
+    """Take the channels of one use from a tree that `split_uses` returned.
 
     Args:
       tree: The tree.
       number: Number of the use.
-      runs: Whether to count the use. If False, its backward pass runs anyway, with gradients of 0.
+      runs: Whether to count the use. If False, its backward pass runs, but adds 0 to the gradients
+        of the channels.
     """
 
     def own(leaf: Any) -> Any:
@@ -276,7 +277,8 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
     Args:
       recipe: The recipe.
       scaling: A tree of `DenseScaling`s.
-      seen: The states that the blocks returned. Those of several uses are stacked in leading dims.
+      seen: The largest values (`DenseSeen`) that the blocks returned. Those of several uses are
+        stacked in leading dims.
       sent: Gradient of the channel. Gradients of several uses are stacked in the same way.
 
     Returns:

@@ -55,7 +55,7 @@ class Stored:
 
 
 def stored(value: Any, spec: ArraySpec, *, path: str | None = None) -> Stored:
-    """Return a weight that a matmul gathers itself.
+    """Wrap a stored weight, so that the matmul that uses it quantizes and gathers it.
 
     Args:
       value: The array, as stored.
@@ -129,7 +129,7 @@ def scatter(manager: Any, grad: Any, like: Any, weight: StoredKernel) -> Any:
 
 
 def _through_bits(f: Any, value: Any, manager: Any) -> Any:
-    """Apply a function to an fp8 array. The function only moves data between devices.
+    """Apply a function to an fp8 array. The function may only move data between devices.
 
     XLA for CPU has no fp8 collectives: it would convert the array to float16. So on CPU, the bits
     are moved as uint8. The barriers keep XLA from moving the bitcasts past the collective.
@@ -165,8 +165,9 @@ def check_blocks(
       role: Activation or param.
       mode: Runtime mode.
       path: Path of a weight.
-      array: The array. Without a manager or an annotation, its sharding over Explicit axes is used.
-      shards: Mesh axes of the array over Auto axes. If annotation, array and `shards` are all
+      array: The array. Without a manager or an annotation, its type says which Explicit axes shard
+        the dim.
+      shards: The Auto mesh axes that shard each dim. If annotation, array and `shards` are all
         missing, the dim is assumed to be whole.
 
     Raises:

@@ -3,9 +3,9 @@
     tokens x [t, E]  --slots-->  [X, C, E]  --all-to-all-->  [X / ep, ep * C, E]  --experts-->
     [X / ep, ep * C, E]  --all-to-all-->  [X, C, E]  --weighted sum-->  y [t, E]
 
-t: tokens of a device, E: embed, X: experts, C: slots of a sender at an expert, ep: devices that the
-experts are sharded over. If the tokens are replicated over these ep devices, no tokens are sent.
-Each device then runs its own experts on all tokens, and an all-reduce adds the results.
+t: tokens of a device, E: embed, X: experts, C: slots that one sender has at one expert, ep: devices
+that the experts are sharded over. If the tokens are replicated over these ep devices, no tokens are
+sent. Each device then runs its own experts on all tokens, and an all-reduce adds the results.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Dispatch:
       senders: Number of shards of the tokens.
       own_tokens: Number of tokens of a shard.
       shards: Number of shards of the experts.
-      slots: Slots of a sender at each expert.
+      slots: Number of slots that each sender has at each expert.
       exchange: How tokens are sent to the experts.
       matmul: How the experts of a device multiply their slots.
     """
@@ -190,7 +190,8 @@ def apply(
       IndivisibleError: The experts or the tokens do not divide over their mesh axes.
       LayerError: A parameter is missing, has a wrong shape or is not described by the config. Or
         `valid` has another shape or dtype.
-      ManualAxisError: Shards of a surrounding `shard_map` share x, and each would send all tokens.
+      ManualAxisError: All shards of a surrounding `shard_map` have the same x, so each of them
+        would send all tokens.
       RankMismatchError: x does not have 2 or 3 dims, or its last dim is not `embed`.
       StrategyError: The strategy shards a dim that the layer needs whole.
     """
@@ -285,7 +286,8 @@ def explain(config: MoEConfig, shape: tuple[int, ...], *, mode: str | None = Non
             "shard BATCH over all mesh axes of EXPERT, or over none of them",
         ),
         (
-            # Otherwise, the all-reduce over the hidden axes would add results of different tokens.
+            # If a mesh axis sharded both, the all-reduce over the hidden axes would add results of
+            # different tokens.
             twice,
             "",
             f"{'+'.join(twice)} shards both the tokens and MLP_INTERMEDIATE of the experts",
@@ -438,7 +440,7 @@ def _serve(
 ) -> Any:
     """Return the results of the slots, [experts * slots, embed].
 
-    If tokens are not sent, the results of another device's experts are 0.
+    If tokens are not sent, the slots of experts of other devices have results of 0.
     """
     rows = filled.reshape(config.experts, dispatch.slots, config.embed)
     if dispatch.sent:

@@ -92,8 +92,9 @@ class MoEConfig:
       top_groups: How many groups a token picks from; at most `groups`.
       shared: Number of shared experts. Every token goes to all of these.
       activation: Name of the gate's activation; see `shardwright.layers.activation`.
-      balance_loss: Factor of the loss for an even load (Fedus et al., arXiv:2101.03961, eq. 4).
-      z_loss: Factor of the loss for small router logits (Zoph et al., arXiv:2202.08906, eq. 5).
+      balance_loss: Factor of the load-balancing loss (Fedus et al., arXiv:2101.03961, eq. 4).
+      z_loss: Factor of the router z-loss, which keeps router logits small (Zoph et al.,
+        arXiv:2202.08906, eq. 5).
       exchange: How tokens are sent: "slots" sends all slots of the experts, "ragged" only the rows
         that tokens fill. "auto" chooses; `moe.explain` says which one and why.
       matmul: How the experts multiply their slots: "padded" multiplies all of them, "ragged" only
@@ -191,8 +192,8 @@ def specs(config: MoEConfig) -> dict[str, ArraySpec]:
     """
     init = jax.nn.initializers.lecun_normal
     embed, hidden, experts = config.embed, config.hidden, config.experts
-    # Without `batch_axis`, the initializer would count the experts as inputs too, and return too
-    # small weights.
+    # Without `batch_axis`, the initializer would count the experts as inputs too, and return
+    # weights that are too small.
     into = init(in_axis=-2, out_axis=-1, batch_axis=0)
 
     def expert(shape: tuple[int, ...], axes: Any) -> ArraySpec:

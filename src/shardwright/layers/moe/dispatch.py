@@ -45,7 +45,7 @@ def assign_slots(picked: Any, *, experts: int, slots: int) -> ExpertSlots:
     """
     flat = picked.reshape(-1)
     load, rank = _rank(flat, experts)
-    # Padding has the expert number `experts`, which `load` does not count. Padding is not kept.
+    # Padding has the expert number `experts`: `load` does not count it, and it gets no slot.
     is_copy = flat < experts
     # A copy's slot is its rank minus the rank of the first copy for the same expert.
     slot = rank - (jnp.cumsum(load) - load)[flat]

@@ -52,7 +52,7 @@ def choose_exchange(
     Args:
       config: The MoE layer.
       shards: Number of shards of the experts.
-      slots: Slots of a sender at each expert.
+      slots: Number of slots that each sender has at each expert.
       tokens: Number of tokens of a device.
       platform: "cpu", "gpu" or "tpu".
     """
@@ -87,7 +87,9 @@ def choose_exchange(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRoute:
-    """What one device sends in one direction; each array has a number per device, int32.
+    """What one device sends and receives in one direction.
+
+    Each array is int32, with one entry per device.
 
     Attributes:
       input_offsets: Where the rows for each receiver start in the buffer that this device sends.
@@ -113,8 +115,8 @@ def plan_routes(loads: Any, device: Any) -> tuple[ExpertRoute, ExpertRoute]:
       device: Index of the device.
     """
     devices, experts = loads.shape
-    # [senders, receivers]. A sender's rows are sorted by expert, and so by receiver too. A
-    # receiver's buffer is sorted by sender.
+    # `sizes` is [senders, receivers]. A sender's rows are sorted by expert, and so by receiver too.
+    # A receiver's buffer is sorted by sender.
     sizes = loads.reshape(devices, devices, experts // devices).sum(-1)
     in_sender = jnp.cumsum(sizes, axis=1) - sizes
     in_receiver = jnp.cumsum(sizes, axis=0) - sizes
@@ -197,7 +199,7 @@ def send(
 
     Args:
       rows: [rows, embed].
-      routes: The route to the experts, and the route back.
+      routes: The route of `rows`, and the route in the opposite direction.
       size: Number of rows of the result. Rows that no device sends are 0.
       exchange: The collective, and the largest number of rows for one receiver.
       axes: Mesh axes.

@@ -46,7 +46,7 @@ def choose_matmul(
     Args:
       config: The MoE layer.
       experts: Number of experts of the device.
-      slots: Slots of each expert, of all senders.
+      slots: Number of slots of each expert, for all senders together.
       tokens: Number of tokens of all senders.
       platform: "cpu", "gpu" or "tpu".
     """
