@@ -71,7 +71,7 @@ class Microbatches:
     def join(self, x: Any) -> Any:
         """Undo `split`."""
         # Each result is on the stage that its microbatch came from. If BATCH is not sharded over
-        # pp, this gathers the results over pp.
+        # pp, this placement gathers the results over pp.
         x = self._place(x, [self.in_rows, (), self.before + self.after])
         a, stages, c, q, k = self._sizes()
         entries = [self.in_rows, (), self.before, self.after, ()]

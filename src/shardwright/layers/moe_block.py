@@ -96,5 +96,5 @@ def apply(
     y, state = moe.apply(
         config.moe, params["moe"], x, keys=keys, state=state, path=path_of(path, "moe"), valid=valid
     )
-    # Name the result as an MLP names its own, so that the remat policy "blocks" keeps it too.
+    # Give the result the same name as in an MLP, so that the remat policy "blocks" keeps it too.
     return checkpoint_name(place(y, RESIDUAL), "mlp_down"), state

@@ -37,8 +37,8 @@ def rope_frequencies(
 ) -> RopeFrequencies:
     """Return the frequencies of a model, given `rope_scaling` of its `config.json`.
 
-    The frequencies equal those of `transformers`. Its newer configurations call the mapping
-    `rope_parameters`.
+    The frequencies equal those of `transformers`. Newer configurations of `transformers` call the
+    mapping `rope_parameters`.
 
     >>> rope_frequencies(4, theta=100.0, scaling={"rope_type": "linear", "factor": 4.0})
     RopeFrequencies(values=(0.25, 0.025), scale=1.0)

@@ -283,8 +283,8 @@ class Stages:
                 return worked
             return jnp.moveaxis(worked.reshape(repeats, count, *leaf.shape[1:]), 0, 1)
 
-        # The last stage ends microbatch 0 in tick `stages` - 1, or a multiple of `own` ticks later.
-        # So the result of microbatch 0 is in place (`stages` - 1) modulo `own`.
+        # The last stage finishes microbatch 0 in tick `stages` - 1, or a multiple of `own` ticks
+        # later. So the result of microbatch 0 is in place (`stages` - 1) modulo `own`.
         turned = jax.tree.map(lambda leaf: jnp.roll(leaf, -((stages - 1) % own), 0)[None], x)
         return turned, jax.tree.map(in_order, outputs)
 

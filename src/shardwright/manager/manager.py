@@ -2,7 +2,7 @@
 
 Most of these functions are in this package. The methods `plan`, `profile`, `plan_reshard` and
 `reshard` import functions of packages above, inside their bodies. These functions take a `Manager`,
-so the imports make no circle.
+so the imports form no cycle.
 """
 
 from __future__ import annotations
@@ -402,8 +402,8 @@ class PartitionManager(Manager):
     ) -> Any:
         """Return the shardings of an optimizer's state.
 
-        Each leaf is sharded like the parameter that it follows, and also over the mesh axes of
-        `zero1`.
+        Each leaf, such as a moment, is sharded like the parameter that it follows, and also over
+        the mesh axes of `zero1`.
 
         Args:
           state: The state, or `jax.eval_shape(optimizer.init, params)`.

@@ -105,7 +105,7 @@ def test_strategies_that_it_cannot_follow(overlay: str, text: str) -> None:
 
 
 def test_shared_experts_are_sharded_as_the_others() -> None:
-    """One size divides and the other takes the next alternative of the rule."""
+    """One size divides and the other takes the next candidate of the rule."""
     rules = sw.Strategy.loads('version = 1\n[rules]\nmlp_intermediate = "tp | -"\n')
     moe_config = config(hidden=6, shared=2)
     pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp") | rules, mesh=cpu_mesh("fsdp:2,tp:4"))

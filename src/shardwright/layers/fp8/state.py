@@ -314,7 +314,7 @@ def update(recipe: DelayedScaling, scaling: Any, seen: Any, sent: Any) -> Any:
             amax = _over_uses(jnp.max, amax, old.scale)
             if any(explicit_entries(amax) or ()):
                 # Each stage of a pipeline reports only its own layers, but every device has all
-                # scales.
+                # scales. So replicate the amaxes.
                 mesh = jax.typeof(amax).sharding.mesh
                 amax = jax.reshard(amax, NamedSharding(mesh, PartitionSpec()))
             stays = unused & (amax == 0)

@@ -382,8 +382,8 @@ def _check_shared(
             f"the hidden size {config.hidden} of an expert is sharded over "
             f"{'+'.join(hidden_axes) or 'no mesh axis'}, but that of the shared experts, "
             f"{config.shared} * {config.hidden}, over {'+'.join(axes) or 'no mesh axis'}",
-            fix="choose a hidden size that divides over the first alternative of the rule for "
-            "MLP_INTERMEDIATE, or a rule without alternatives",
+            fix="choose a hidden size that divides over the first candidate of the rule for "
+            "MLP_INTERMEDIATE, or give the rule one candidate",
         )
 
 
@@ -480,7 +480,7 @@ def _sums(
 ) -> dict[str, Any]:
     """Return the sums that the statistics need, over all tokens.
 
-    This is one all-reduce of integers, and one of floats if the router has a loss.
+    They take one all-reduce of integers, and one of floats if the router has a loss.
     """
     sums = {"load": jnp.append(slots.load, slots.dropped)}
     if config.has_loss:

@@ -250,7 +250,8 @@ def padded_all_to_all(rows: Any, empty: Any, route: ExpertRoute, axes: Any, *, m
     # `chunks` is [receivers, most, embed]. The index `rows.shape[0]` is outside, so `get` gives 0.
     chunks = rows.at[places].get(mode="fill", fill_value=0)
     chunks = jax.lax.all_to_all(chunks, axes, split_axis=0, concat_axis=0, tiled=True)
-    # Each row that is not received gets a distinct place, so the indices of the scatter are unique.
+    # Each row of padding gets a distinct place after the buffer, so the indices of the scatter are
+    # unique.
     spare = empty.shape[0] + jnp.arange(chunks.shape[0] * most).reshape(chunks.shape[:2])
     is_received = step < route.recv_sizes[:, None]
     targets = jnp.where(is_received, route.recv_offsets[:, None] + step, spare)
