@@ -1,4 +1,4 @@
-"""`gather`: bring a weight into the sharding of its use, and its gradient into the stored one."""
+"""`gather`: constrain a stored weight to its `use` sharding, and its gradient to the stored one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _gather(manager: Manager, w: Any, request: ShardingRequest) -> Any:
             w = jax.device_put(w, jax.memory.Space.Device)
         request = request._replace(annotation=annotation, shape=shape)
         varying = _jax.varying_axes(w) if _jax.tracks_varying() else None
-        # `find_split` reads `varying` and INPUTS, which do not follow from the local shape.
+        # `find_split` also reads `varying` and INPUTS, so they are a part of the key.
         key = (*key, varying, context.INPUTS.value)
         plan = manager.cache[key]
         if plan is None:

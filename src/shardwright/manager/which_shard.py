@@ -1,4 +1,4 @@
-"""Inside `shard_map`, a value may be a shard of a weight: determine which one.
+"""Inside `shard_map`, determine which mesh axes split a value that may be a shard of a weight.
 
 The sharding of a weight depends on its global shape, but inside `shard_map` the value has only a
 local shape. So the global shape is determined first, from one of these:
@@ -7,7 +7,7 @@ local shape. So the global shape is determined first, from one of these:
 2. JAX tracks the Manual mesh axes that a value varies over (`check_vma=True`), and only one global
    shape fits these axes.
 3. `pm.shard_map` knows the global shapes of its inputs. All inputs that could be the value must
-   have the same shards.
+   be split over the same mesh axes.
 
 The global shape then resolves to the stored sharding and to the `use` sharding.
 """
@@ -156,7 +156,8 @@ def _split_untracked(weight: Weight, inputs: Inputs | None) -> Split:
         for decision in weight.use(weight.whole(split)).decisions
         for axis in decision.gathered
     )
-    # If nothing is gathered, treat all Manual axes as applied, as `shard` does.
+    # If nothing is gathered, assume a split over as many Manual axes as the rules allow. `shard`,
+    # too, assumes that `shard_map` has applied the Manual axes.
     return _split_of_input(weight, inputs) if gathers else max(fitting, key=_count)
 
 
@@ -177,8 +178,8 @@ def _split_of_shape(weight: Weight, shape: tuple[int, ...]) -> Split:
                 for part in itertools.combinations(over, count)
             ]
         else:
-            # A gathered value still varies over the axes it was gathered over, so () remains
-            # possible.
+            # A gathered value still varies over the axes it was gathered over. So the dim may also
+            # be whole.
             parts = [tuple(axis for axis in over if axis in weight.varying), ()]
         fits = [part for part in dict.fromkeys(parts) if local * weight.shards(part) == size]
         if len(fits) == 1:
@@ -244,7 +245,7 @@ def _current_inputs(inputs: Inputs | None) -> tuple[Input, ...]:
 
 
 def _split_if_gathered(weight: Weight, inputs: Inputs | None) -> Split | None:
-    """Return the split of the value if it has the shape of an input after `gather`, else None.
+    """Return the split of the value if it has the shape of a gathered input, else None.
 
     A gathered value varies over the same mesh axes as its shard did, so the varying axes do not
     tell whether the value is gathered.
@@ -299,7 +300,7 @@ def _fitting(weight: Weight, axes: list[str]) -> list[Split]:
       ShardingError: No global shape resolves.
     """
     # EMPTY does not depend on sizes, so the local shape tells which dims are never split. Ignore
-    # the problems of this resolution.
+    # the problems of this resolution: the global shape may not have them.
     decisions = weight.stored(weight.local).decisions
     dims = [
         dim
@@ -344,8 +345,8 @@ def _not_a_shard(
     over: Sequence[str],
     fits: Sequence[Sequence[str]],
 ) -> Problem:
-    """Return the problem of a local size that is no shard of the global size, or that is a shard
-    over several choices of mesh axes.
+    """Return the problem of a local size that is no shard of the global size, or for which several
+    choices of mesh axes are possible.
     """
     if fits:
         ways = " or ".join("+".join(axes) for axes in fits)
@@ -390,5 +391,5 @@ def _unknown_shard(weight: Weight, splits: Sequence[Split] = ()) -> Problem:
         error=ShapeRequiredError,
         what=what,
         path=weight.path,
-        fix="pass the global shape, gather(..., shape=), or try check_vma=True",
+        fix="pass the global shape as gather(..., shape=), or try check_vma=True",
     )

@@ -36,7 +36,7 @@ __all__ = [
 AxisTypeName = Literal["auto", "explicit"]
 AxisTypes = AxisTypeName | AxisType | Mapping[str, AxisTypeName | AxisType]
 
-# By default, the slices split the first of these axes whose size allows it. Only these axes
+# By default, the first of these axes whose size allows it crosses slices. Only these axes
 # communicate rarely enough for the network between slices.
 _SLICE_AXES: Final = ("pp", "dp", "fsdp")
 _AXIS_TYPES: Final = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -64,9 +64,9 @@ def create_mesh(
         only as many of the first devices as it needs.
       axis_types: "auto" or "explicit" for all axes, or a mapping of axis name to type. Axes without
         a type are auto.
-      dcn: The part of each axis that crosses slices, `{"dp": 2}`. By default, the slices split the
-        first of pp, dp and fsdp whose size is a multiple of the number of slices. If the platform
-        has no slices and `dcn` is given, each process counts as a slice.
+      dcn: The part of each axis that crosses slices, `{"dp": 2}`. By default, the first of pp, dp
+        and fsdp whose size is a multiple of the number of slices crosses all slices. If the
+        platform has no slices and `dcn` is given, each process counts as a slice.
 
     Raises:
       MeshSpecError: The mesh cannot be read, or the sizes do not fit the devices or the slices.
@@ -124,8 +124,8 @@ def get_ranks_and_size(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
       A dict of `mesh` and these four numbers.
 
     Raises:
-      MeshMismatchError: A copy of the model would use only some devices of a process, or the
-        processes do not divide into groups.
+      MeshMismatchError: There are several processes, and `tp * sp` is neither a divisor nor a
+        multiple of the local devices, or the processes do not divide into groups.
     """
     sizes = mesh_sizes(mesh)
     # The mesh may be on a backend that is not the default one.
@@ -324,7 +324,7 @@ def _slices(spec: MeshSpec, devices: Sequence[Any]) -> dict[int, list[Any]]:
 
 
 def _group(devices: Sequence[Any]) -> str:
-    """Return the word for the devices that fast links join."""
+    """Return the word that errors use for a group of devices that fast links join."""
     return "domain" if devices[0].platform == "gpu" else "slice"
 
 
@@ -406,8 +406,8 @@ def _arrange_slice(spec: MeshSpec, shape: tuple[int, ...], devices: Sequence[Any
         try:
             return mesh_utils.create_device_mesh(shape, devices)
         except NotImplementedError:
-            # Mesh axes that use whole torus axes do not fit. Splitting a torus axis costs
-            # bandwidth, so it is tried last.
+            # The mesh does not fit if each mesh axis takes whole axes of the torus. Splitting a
+            # torus axis costs bandwidth, so it is tried last.
             return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     except (NotImplementedError, AssertionError, ValueError) as err:
         what = (

@@ -15,7 +15,7 @@ from shardwright.vocabulary.axes import EMPTY
 from shardwright.vocabulary.integers import as_integer, quoted
 
 INFER: Final = -1
-LONGEST_SIZE: Final = 19  # number of digits of a size; no mesh needs more
+LONGEST_SIZE: Final = 19  # most digits that a size may have; no mesh needs more
 # CONTIGUOUS before a mesh text means that devices keep their order. DCN before a name marks the
 # part of a mesh axis that crosses slices.
 CONTIGUOUS: Final = "!"
@@ -147,7 +147,7 @@ def caret(text: str, at: int) -> str:
 
 
 def exact(name: str) -> str:
-    """Return the name as exact `str`.
+    """Return the name as a plain `str`, not as an instance of a subclass.
 
     JAX interns `PartitionSpec`s, so an enum member would also appear in specs of other code.
     """

@@ -36,7 +36,8 @@ class MeshSpec:
 
     Attributes:
       names: Mesh axes, slowest first.
-      sizes: Total size of each axis over all slices. At most one is -1, until `resolve_sizes`.
+      sizes: Total size of each axis over all slices. At most one is -1, which `resolve_sizes`
+        replaces.
       dcn: The part of each size that crosses slices, or empty if none is given.
       contiguous: Whether devices keep the given order instead of following the physical topology.
     """
@@ -53,8 +54,8 @@ class MeshSpec:
             for name, size in zip(self.names, self.dcn, strict=False)
             if size > 1
         ]
-        # DCN parts that are all 1 differ from no DCN parts: without them, the slices split a
-        # default axis. So the text shows a part of 1.
+        # If all DCN parts are 1, no axis crosses slices. Without DCN parts, a default axis does.
+        # So the text shows a part of 1.
         if self.dcn and not crossing:
             crossing = [f"{DCN}{self.names[0]}:1"]
         return (CONTIGUOUS if self.contiguous else "") + ",".join(crossing + parts)
@@ -262,7 +263,7 @@ def _given_names(axis_names: Sequence[str] | None) -> tuple[str, ...]:
 def _refuse_names(axis_names: Sequence[str] | None, source: str) -> None:
     if axis_names is not None:
         what = f"axis_names is given, but {source} names its axes"
-        raise MeshSpecError(what, fix="leave axis_names out, or give sizes alone")
+        raise MeshSpecError(what, fix="leave axis_names out, or give the sizes without names")
 
 
 def _check_count(count: int, names: Sequence[str], *, text: str = "") -> None:

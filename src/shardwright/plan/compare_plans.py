@@ -225,7 +225,7 @@ def _lines(plan: Mapping[str, Any]) -> dict[str, frozenset[Hashable]]:
 
 
 def _places(plan: Mapping[str, Any], moved: Mapping[str, str]) -> dict[str, str]:
-    """Return how to show lines of the left plan that moved, or whose number another line now has.
+    """Return the text that shows a line of the left plan, for each line not shown by its number.
 
     A line that moved is shown with its new number. If a line is gone, and another line now has its
     number, the old line is marked `(before)`.

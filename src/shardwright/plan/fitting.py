@@ -36,7 +36,7 @@ class FittingMesh:
     Attributes:
       topology: Its slice.
       sizes: Size of each mesh axis.
-      verdict: Whether the program fits there, `fits` or `close`.
+      verdict: Whether the program fits on this mesh: `fits` or `close`.
     """
 
     topology: Topology
@@ -65,7 +65,8 @@ def find_other_mesh(program: Program, manager: Manager, topology: Topology) -> F
     """
     if topology.crossing:
         return None
-    traced = trace_program(manager, program, topology)  # arguments are the same under every mesh
+    # One trace is enough to count the state: the arguments are the same under every mesh.
+    traced = trace_program(manager, program, topology)
     meshes: list[tuple[int, dict[str, int]]] = []
     for sizes in _exchanged(mesh_sizes(manager.mesh), manager):
         other = _on(manager, sizes)
@@ -178,8 +179,9 @@ class FittingRules:
     """Settings of a strategy with which a program takes less memory.
 
     Attributes:
-      settings: Key of a strategy file, such as `params.embed` -> its text.
-      file: The file to write them in, as text.
+      settings: Key of a strategy file, such as `params.embed` -> the value to write.
+      file: Where to write the settings, as messages say it: the name of a file, or for example
+        `a file with base = "fsdp"`.
       needs: Fewest bytes that a device needs with these settings.
     """
 
@@ -216,7 +218,7 @@ def find_smaller_rules(
     Args:
       strategy: The strategy.
       manager: A manager of the strategy, with mesh and mode.
-      state: The bytes of the program's state, with the rules that replicate it.
+      state: The bytes of the program's state, and the rules that replicate arrays of it.
       plan: Plans the program under a manager, and returns the bytes that a device needs.
       below: A change counts only if a device needs fewer bytes than this.
 

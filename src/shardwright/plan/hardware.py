@@ -311,7 +311,7 @@ def _chip(name: str, cells: Mapping[str, Any]) -> Chip:
     link = cells["link_gbps"]
 
     def rate(key: str, scale: float, default: float = 0.0) -> float:
-        """Return the rate of a device. The file has the rates of a chip."""
+        """Return the rate of one device, from the file's rate of the whole chip."""
         return cells[key]["value"] * scale / devices if key in cells else default
 
     flops = rate("bf16_tflops", 1e12)

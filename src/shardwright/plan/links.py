@@ -5,8 +5,8 @@ compiled program.
 
 For GPUs, this module has the cost model of NCCL, with the constants of `src/graph/tuning.cc` (as of
 2026): seconds = latency + bytes / bandwidth, and NCCL chooses the algorithm and protocol with the
-fewest seconds. LL128, NVLink SHARP and CollNet are left out: they only make a collective faster,
-and not every cluster has them.
+fewest seconds. LL128 and CollNet are left out: they only make a collective faster, and not every
+cluster has them. For the same reason, NVLink SHARP counts only at the lower end of a time.
 """
 
 from __future__ import annotations

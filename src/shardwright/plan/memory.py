@@ -1,4 +1,4 @@
-"""Count the bytes of each array of a tree: on each device, and in copies over mesh axes.
+"""Count the bytes of each array of a tree: on each device, and those of its copies.
 
 Counts are exact, and need only shapes, dtypes and shardings, so meshes and arrays may be abstract.
 The tiling and alignment of a backend are left out: only the elements of the arrays count.

@@ -188,7 +188,7 @@ class PlanReport:
         """Return the bytes that one device sends because of each semantic axis.
 
         If several axes cause a collective, its bytes count for each of these axes. The key "" is
-        for collectives of specs that were written by hand.
+        for collectives that only specs written by hand cause.
         """
         sent: Counter[str] = Counter()
         for event in self.events:
@@ -251,7 +251,7 @@ def trace_program(
     *,
     platform: str | None = None,
 ) -> Trace:
-    """Trace a program. The trace can be planned under every manager that it fits.
+    """Trace a program. `Trace.fits` tells which managers the trace can be planned under.
 
     Args:
       manager: Strategy, mesh and mode.
@@ -314,7 +314,7 @@ def price(
       ShardingError: An annotation does not resolve.
     """
     shapes = program.shapes
-    # Check outputs first: if an output may have several roles, the walk uses the first role.
+    # Check outputs before the walk: if an output may have several roles, the walk uses the first.
     check_outputs(traced, manager)
     _check_weights(manager, traced, program)
     state = program_state(manager, traced, program)
@@ -343,8 +343,8 @@ def price(
 def _check_weights(manager: Manager, traced: Trace, program: Program) -> None:
     """Refuse arguments that are annotated like inputs but used as weights inside the program.
 
-    The plan would shard such an argument by the rules of activations. In the program, it is stored
-    as a weight, by the rules of weights. So the plan would have other collectives than the program.
+    The plan would shard such an argument by the rules of activations. The program uses it as a
+    weight, stored by the rules of weights. So the plan would have other collectives.
 
     Raises:
       StrategyError: There are such arguments, and `holds` does not say what they are.

@@ -67,7 +67,7 @@ def _extend(
     for axis in held:
         if axis not in renaming:
             taken = {other for axes in renaming.values() for other in axes}
-            # Take the first new axes that have as many devices together as the old axis: `fsdp:4`
+            # Take the first new axes that together have as many devices as the old axis: `fsdp:4`
             # may stand for `dp:2` and `fsdp:2`.
             part = next(
                 (

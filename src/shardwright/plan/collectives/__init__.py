@@ -1,6 +1,7 @@
 """Collectives of a compiled program, read from its HLO text.
 
-`read` visits the program. Everything that knows the text of HLO belongs here.
+`read` walks through the computations of a program. All code that knows the text of HLO belongs
+here.
 """
 
 from shardwright.plan.collectives.collective import Collective as Collective

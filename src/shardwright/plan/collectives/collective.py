@@ -154,10 +154,10 @@ def carried_axes(manager: Manager, *, mode: str | None = None) -> dict[str, tupl
 def by_axis(
     collectives: Iterable[Collective], manager: Manager, *, mode: str | None = None
 ) -> dict[str, tuple[Collective, ...]]:
-    """Group collectives by the semantic axes that may cause them. The key "" is for all others.
+    """Group collectives by the semantic axes that may cause them.
 
     A program does not say why it uses a mesh axis. A collective over `tp` is therefore listed under
-    every axis that may be sharded over `tp`.
+    every axis that may be sharded over `tp`, or under the key "" if there is no such axis.
 
     Args:
       collectives: Result of `read_collectives`.

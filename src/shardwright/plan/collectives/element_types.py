@@ -45,18 +45,18 @@ def program_type(
             return _PROMOTED[wire]
         adder = module.computations.get(reduction.lstrip("%"))  # absent if the text was cut
         adds = wire if adder is None else adder.root.shapes[0].dtype
-        # Return only types of up to 8 bits. If XLA widens a larger type, such as bf16, it names
-        # the adder `_promoted`. Without that name, the program may itself add in the wider type, in
-        # mixed precision on another backend.
+        # Return only types of up to 8 bits. If XLA for CPUs widens a larger type, such as bf16, it
+        # names the adder `_promoted`. Without that name, the program may be mixed precision on
+        # another backend, and itself add in the wider type.
         return adds if bits_of(adds) <= 8 and _widens(adds, wire) else wire
     goes_to = set(
         _uses(
             module, computation, instruction, None if lone or not instruction.is_tuple else position
         )
     )
-    # XLA may combine reductions and promote only some of them, so the result of each one must be
-    # narrowed later. A promoted operand may lack a conversion before the collective, because a dot
-    # may compute it in the wide type.
+    # XLA may combine reductions and promote only some of them. So a type counts as narrow only if
+    # the result is converted back to it. A promoted operand may lack a conversion before the
+    # collective, because a dot may compute it in the wide type.
     if len(goes_to) == 1 and (promoted or goes_to == set(_sources(module, computation, operand))):
         narrow = goes_to.pop()
         if _widens(narrow, wire):

@@ -76,7 +76,7 @@ class HloShape:
 
 
 def bits_of(dtype: str) -> int:
-    """Return the bits of one element of a type.
+    """Return the number of bits of one element of a type.
 
     Raises:
       ProgramError: The type is unknown.
@@ -90,7 +90,7 @@ def bits_of(dtype: str) -> int:
 
 
 def bytes_of(dtype: str, elements: int) -> int:
-    """Return the bytes of elements of a type, rounded up to a whole byte.
+    """Return the number of bytes that elements of a type take, rounded up to a whole byte.
 
     Raises:
       ProgramError: The type is unknown.
@@ -185,7 +185,7 @@ def parse_hlo(text: str) -> Module:
             fix="pass jitted.lower(...).compile()",
         )
     lines = _BROKEN.sub(
-        # Move the line breaks to the end, so that the other lines keep their numbers.
+        # Move the line breaks behind the metadata, so that all later lines keep their numbers.
         lambda broken: broken[0].replace("\n", "") + "\n" * broken[0].count("\n"),
         _COMMENT.sub("", text),
     ).splitlines()

@@ -92,7 +92,7 @@ class _Reader:
       sizes: Size of each mesh axis.
       positions: Position in the mesh of each device of the program. If each slice runs a program
         of its own, these are the devices of the first slice.
-      slices: Mesh axes between the slices if each slice runs a program of its own, else None.
+      slices: Mesh axes that cross slices if each slice runs a program of its own, else None.
       trips: Trip count of loops whose end depends on data, or None.
       dtypes: Element type that is sent -> element type in the program.
       holding: Computations that contain a collective, directly or through calls.
@@ -336,7 +336,7 @@ def _op_name(metadata: str) -> str:
 def _device_positions(
     module: Module, mesh: Any, sizes: Mapping[str, int]
 ) -> tuple[Sequence[int], GroupSpan | None]:
-    """Return the mesh position of each device of the program, and the mesh axes between slices.
+    """Return the mesh position of each device of the program, and the mesh axes that cross slices.
 
     The axes are None unless the program is compiled for one of several slices.
     """

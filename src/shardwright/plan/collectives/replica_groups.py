@@ -156,7 +156,10 @@ def _by_axes(match: re.Match[str], text: str) -> Groups:
 
 
 def _cut(parts: list[tuple[int, bool]], major: int, size: int, text: str) -> list[tuple[int, bool]]:
-    """Split an axis around a new member. The parts before the member have the size `major`."""
+    """Cut a member, a part that the groups span, of size `size` out of the parts of an axis.
+
+    The product of the parts before the member is `major`.
+    """
     done = 1
     result: list[tuple[int, bool]] = []
     for length, is_member in parts:

@@ -9,15 +9,15 @@ from typing import Final
 from shardwright.errors import StrategyError, visible
 from shardwright.plan.profile.result import Profile
 
-# A collective that sends fewer bytes is not fitted: it may take as long as the latency of its hops.
+# No rate is fitted to a collective that sends fewer bytes: its time may be mostly latency.
 _LEAST_BYTES: Final = 2**20
 
 
 def fitted_chip(profile: Profile) -> str:
     """Return the measured rates of the chip as TOML: of matmuls, and of the links.
 
-    The file has only what the profile measured; the package has the other values. Links are fitted
-    by collectives that send at least 1 MiB per run inside a slice.
+    The file has only what the profile measured; the package has the other values. The rates of
+    links come from collectives that send at least 1 MiB per run inside a slice.
 
     Raises:
       StrategyError: The plan has no slice, its slice is of another platform than the profile, or

@@ -2,8 +2,8 @@
 
 The closed form reads the annotations of a program, not its equations. It divides the operations by
 the largest number of shards of an activation. It counts one all-gather for each gathered weight. It
-counts one all-reduce where an activation is not sharded over a mesh axis of the activation before
-it. The result only orders candidates. It is never shown as a cost.
+counts one all-reduce for each activation that is not sharded over a mesh axis that shards the
+activation annotated before it. The result only orders candidates. It is never shown as a cost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from shardwright.resolution import resolver
 from shardwright.resolution.request import ShardingRequest
 from shardwright.vocabulary.axes import Role
 
-_USE: Final = 0.5  # share of the peak that matmuls reach, as at the upper end of the time
+# Share of the peak that matmuls reach. `plan.time` assumes the same for the upper end of its range.
+_USE: Final = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,7 +113,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """The key by which candidates are sorted: those that fit first, then the fastest.
+        """The key by which candidates are sorted: by the verdict, then by the time.
 
         No two keys are equal.
         """
@@ -136,16 +136,17 @@ class SearchReport:
 
     Attributes:
       topology: The slice.
-      candidates: The candidates that were walked: those that fit first, the fastest first.
-        Candidates that do not fit are only there if the search was asked to keep them.
+      candidates: The candidates that were walked, sorted by `order`: the first one is the fastest of
+        those that fit. Candidates that do not fit are only there if the search was asked to keep
+        them.
       dropped: Reason -> number of candidates.
       walked: Number of walks. Candidates that differ only in the order of axes share a walk.
       skipped: Number of candidates that were not walked, because they ranked too low, or because
         the search was stopped.
       examples: Reason -> a candidate that was dropped for it, and its error. For the reason
         `does not fit`, it is the candidate that needs the least memory.
-      fixed_axes: Mesh axes of the strategies that have one device in every candidate, because
-        `axes` leaves them out.
+      fixed_axes: Mesh axes of the strategies that have size 1 in every candidate, because `axes`
+        leaves them out.
       refused: Candidates on Explicit meshes that JAX refuses, and why. They come after all others.
     """
 

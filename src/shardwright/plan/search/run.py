@@ -81,7 +81,7 @@ def search(
 
     A candidate is a strategy on a mesh. It is dropped and counted if it does not resolve, does not
     fit, is the same program as another candidate of its strategy, or has a mesh axis that no tensor
-    can be sharded over. The result has those that fit first, then those that may fit (verdict
+    can be sharded over. In the result, candidates that fit come before those that may fit (verdict
     `close`). Both are sorted by the upper end of the estimated time, then by the upper end of the
     memory. If a strategy has Explicit `axis_types`, its candidates are traced one by one, and those
     that JAX refuses come last. The same arguments always give the same result.
@@ -215,9 +215,9 @@ class SearchProgress:
 
 
 # Key of a candidate's program: the sizes of the mesh and, for each mode, the number of a trace, the
-# specs that shape it and the mesh axes of each annotation. A key from the candidate's own trace is
-# exact. A key from the trace on one device may be inexact, because this trace may lack annotations,
-# such as those of an exchange between experts.
+# specs that the program asked for, the rules of memory, and the mesh axes of each annotation. A key
+# from the candidate's own trace is exact. A key from the trace on one device may be inexact,
+# because this trace may lack annotations, such as those of an exchange between experts.
 _ProgramKey = tuple[Any, ...]
 
 
@@ -447,8 +447,8 @@ class _Search:
         """Return the trace by whose annotations a candidate is ranked.
 
         This is the trace on one device. In three cases, it is a trace that fits the candidate:
-        there is no trace on one device, the mesh has Explicit axes, or the layers run in stages,
-        whose arrays pp does not shard.
+        there is no trace on one device, the mesh has Explicit axes, or the layers run in several
+        stages, which a trace on one device does not have.
         """
         settings = manager.rules.pipeline
         stages = manager.sizes.get(STAGES, 1) if settings is not None and settings.runs else 1
@@ -620,7 +620,7 @@ class _Search:
 def _key(
     shared: _Shared, manager: PartitionManager, resolved: Sequence[ResolvedAnnotation]
 ) -> tuple[Any, ...]:
-    """Return the values that a walk of one mode depends on, beside the sizes of the mesh."""
+    """Return the values, besides the sizes of the mesh, that a walk of one mode depends on."""
     traced = shared.trace
     answers: tuple[Any, ...] = ()
     if not traced.fits_all:

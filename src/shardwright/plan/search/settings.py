@@ -24,10 +24,10 @@ _EXAMPLES: Final = (
 def parse_setting(text: str) -> tuple[str, str]:
     """Return key and value of text such as `head = tp`, `params.embed = "fsdp"` or `mesh.tp = 4`.
 
-    Spellings of one key, such as `HEAD` and `rules.head`, give the same key.
+    Different spellings of a key, such as `HEAD` and `rules.head`, give the same key.
 
     Raises:
-      StrategyError: The text has no key or no value, or a strategy has no such key.
+      StrategyError: The text has no key or no value, or strategy files have no such key.
 
     >>> parse_setting('params.embed = "fsdp+sp"')
     ('params.embed', 'fsdp+sp')
@@ -48,7 +48,7 @@ def parse_alternatives(text: str) -> tuple[str, tuple[str | None, ...]]:
     A key without alternatives has two: the strategy's own setting, and `-`.
 
     Raises:
-      StrategyError: The text has no key or an empty alternative, or a strategy has no such key.
+      StrategyError: The text has no key or an empty alternative, or strategy files have no such key.
 
     >>> parse_alternatives("head = tp, -"), parse_alternatives("vocab")
     (('head', ('tp', '-')), ('vocab', (None, '-')))
@@ -78,11 +78,11 @@ def read_pins(texts: Iterable[str]) -> dict[str, str]:
 def read_vary(
     alternatives: Iterable[tuple[str, Sequence[str | None]]],
 ) -> dict[str, tuple[str | None, ...]]:
-    """Return the alternatives of each key. Spellings of one key give the same key.
+    """Return the alternatives of each key. Different spellings of a key give the same key.
 
     Raises:
-      StrategyError: Two entries name one key, an entry varies the mesh, or a strategy has no such
-        key.
+      StrategyError: Two entries name one key, an entry varies the mesh, or strategy files have no
+        such key.
     """
     vary: dict[str, tuple[str | None, ...]] = {}
     for text, values in alternatives:
