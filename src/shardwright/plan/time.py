@@ -73,7 +73,8 @@ def estimate_time(walked: Walked, layout: Layout, *, state_bytes: int) -> TimeRa
     # of dtypes as the largest.
     low = high * work.min_flops / max(work.flops, 1)
     moved = work.host_bytes / chip.host_rate if chip.host_rate else 0.0
-    # Matmuls may read an argument several times or, like an embedding table, not at all.
+    # Matmuls may read an argument several times. Some arguments, such as an embedding table, are
+    # not read by matmuls at all. So take the larger number of bytes.
     read = max(state_bytes, walked.matmul_bytes) / chip.hbm_rate
     links: dict[tuple[str, ...], SecondsRange] = {}
     for event in walked.events:

@@ -58,7 +58,7 @@ class TracedRequest:
 
     Attributes:
       request: The request.
-      spec: Spec that the manager of the trace returned, or None if it does not resolve.
+      spec: Spec that the manager of the trace returned, or None if the request does not resolve.
     """
 
     request: ShardingRequest
@@ -239,7 +239,7 @@ def trace(
     Args:
       manager: Rules and mesh under which the function is traced. If the function asks for specs or
         sizes, the answers may change the trace.
-      function: Function of arguments with these shapes.
+      function: Function to trace.
       shapes: Per argument, a tree of arrays or ShapeDtypeStructs.
       specs: Per argument, a tree of annotations, or None for arguments that have shardings. As in
         `shard`, `ArraySpec`s and weight layouts resolve as parameters, and other annotations as
@@ -273,7 +273,8 @@ def trace(
         try:
             return fetching(planning, function)(*arguments)
         except Exception as error:
-            # Check inside `jit`: later, it removes frames that `refuses_shardings` needs.
+            # Check inside `jit`, which removes frames that `refuses_shardings` needs from an error
+            # that leaves it.
             if not recorder.typed or not _jax.refuses_shardings(error):
                 raise
             reason = " ".join(str(error).split())
@@ -321,7 +322,7 @@ def trace(
 
 
 def argument_of(leaf: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an argument, with a sharding in place of its own."""
+    """Return an argument as a `ShapeDtypeStruct`, with `sharding` in place of its own sharding."""
     aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     # A Python scalar is weakly typed. Without `weak_type`, it would widen the results.
     weak = getattr(aval, "weak_type", False)
@@ -358,10 +359,10 @@ def _is_on_host(given: ShardingRequest | NamedSharding | None, manager: Manager)
 
 
 def fetching(manager: Manager, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that moves its arguments from the host first, as `jit_step` does.
+    """Return `function` with its arguments moved from the host to the device first, as `jit_step`.
 
-    If the rules put parameters on the host, the function itself moves nothing. Calls of `gather`
-    and `offloaded` in the program then move the arguments.
+    If the rules put parameters on the host, return `function` unchanged. Calls of `gather` and
+    `offloaded` in the program then move the arguments.
     """
     if holds_params(manager.rules, manager.mode or MODE_TRAIN):
         return function

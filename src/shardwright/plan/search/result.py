@@ -136,9 +136,8 @@ class SearchReport:
 
     Attributes:
       topology: The slice.
-      candidates: The candidates that were walked, sorted by `order`: the first one is the fastest of
-        those that fit. Candidates that do not fit are only there if the search was asked to keep
-        them.
+      candidates: The candidates that were walked, sorted by `Candidate.order`: by verdict, then by
+        time. Candidates that do not fit are only there if the search was asked to keep them.
       dropped: Reason -> number of candidates.
       walked: Number of walks. Candidates that differ only in the order of axes share a walk.
       skipped: Number of candidates that were not walked, because they ranked too low, or because

@@ -48,7 +48,8 @@ def parse_alternatives(text: str) -> tuple[str, tuple[str | None, ...]]:
     A key without alternatives has two: the strategy's own setting, and `-`.
 
     Raises:
-      StrategyError: The text has no key or an empty alternative, or strategy files have no such key.
+      StrategyError: The text has no key or an empty alternative, or strategy files have no such
+        key.
 
     >>> parse_alternatives("head = tp, -"), parse_alternatives("vocab")
     (('head', ('tp', '-')), ('vocab', (None, '-')))

@@ -77,8 +77,8 @@ def compiled_seconds(verification: Verification) -> float:
     planned = sum(span.high for span in report.time.links.values())
     between = report.layout.seconds_between_slices
     sending = sum(
-        # XLA compiles one collective inside a slice and one between slices. A loop of unknown
-        # length counts as one run.
+        # XLA compiles a collective that crosses slices into one inside each slice and one between
+        # slices. A loop of unknown length counts as one run.
         (each.count or 1)
         * (
             between(each.kind, each.mesh_axes, each.logical_bytes)
