@@ -41,7 +41,7 @@ _TPU_SETTINGS: Final = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# Without a GPU, JAX must not look for CUDA's libraries, and XLA cannot try kernels out.
+# Without a GPU, JAX must not look for CUDA's libraries, and XLA cannot autotune its kernels.
 _GPU_SETTINGS: Final = {
     "JAX_PLATFORMS": "cpu",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
@@ -118,8 +118,8 @@ class Compiled:
       seconds: Seconds that the compile took.
       refused: The compiler's message if the program needs more memory than the chip has, or "".
       hlo: Text of the compiled program if it was asked for, else "".
-      placed: With `hlo`, two hashes, for the arguments and for the results. Each hash covers which
-        device has which part of each array.
+      placed: Two hashes, one for the arguments and one for the results, if `hlo` was asked for.
+        Each hash covers which device has which part of each array.
       cached: Whether the result was on disk.
     """
 

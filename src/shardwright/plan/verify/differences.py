@@ -238,7 +238,7 @@ def _converted(
 
 
 def _itemsize(dtype: str) -> int | None:
-    """Return the bytes of an element type as HLO names it; None for several types at once."""
+    """Return the size in bytes of an element type as HLO names it; None for several types."""
     return bytes_of(dtype, 1) if dtype in _FLOATS.values() else None
 
 

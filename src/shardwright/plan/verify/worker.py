@@ -35,7 +35,7 @@ _MEMORY = (
     *("host_argument_size", "host_temp_size"),
 )
 _CONSTANT = re.compile(r" constant\((\{[^\n]*?\})\)")
-_LITERAL = 100  # characters of the values of a constant that stay in the text
+_LITERAL = 100  # characters of a constant's values that stay in the text
 
 
 def main(folder: Path) -> None:

@@ -147,12 +147,12 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
 def _hold_parts(
     step: PlanStep, births: Sequence[Buffer | None], parts: int
 ) -> tuple[int, list[Buffer]]:
-    """Reduce the buffer of a sum to the parts that are in memory after the matmul.
+    """Shrink the buffer of a sum to the parts that are in memory after the matmul.
 
     A collective matmul holds parts of the sum in place of the whole sum. As measured, these are at
     least four parts on a ring of eight devices, and three on a ring of four. While the matmul runs,
     it holds at most eight parts on a ring of eight. On a ring of four it holds at most six: two
-    that it multiplies, two that it receives and two that it adds. On a ring of eight, the matmul is
+    that it computes, two that it receives and two that it adds. On a ring of eight, the matmul is
     a loop, for which XLA copies the left operand.
 
     Returns:
@@ -217,7 +217,7 @@ def _mark_reduced(name: str, operands: Iterable[Buffer]) -> None:
 
 
 def _mark_turned(equation: Any, operands: Iterable[Buffer]) -> None:
-    """Mark results of matmuls whose last dim a transpose moves: no kernel has their whole rows.
+    """Mark a matmul's result if a transpose moves its last dim: no kernel has its whole rows.
 
     Grouped queries are an example: `bqgrk,bsgk->bgrqs` is a matmul `[b, g, s, q, r]`, transposed.
     """
@@ -263,7 +263,7 @@ def _parts(step: PlanStep, results: Sequence[ShardedValue]) -> int:
 
     Compilers for TPUs run a matmul and the reduce-scatter of its result as one loop (collective
     matmul) if the matmul takes long enough, see `_MIN_FLOPS`. The loop sends both ways along the
-    ring. For each direction, the loop holds four parts of the result: two that it multiplies, one
+    ring. For each direction, the loop holds four parts of the result: two that it computes, one
     that it sends and one that it receives. The parts are added where the result is read, so some of
     them are still in memory during the next matmul, see `_hold_parts`.
     """
@@ -371,13 +371,13 @@ def _rows_of_table(step: PlanStep) -> Buffer | None:
 
 
 def _split(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs of those operands of a matmul whose last dim and another dim are free.
+    """Return the items of `read` for operands of which the last dim and another dim are free.
 
     A free dim is neither contracted nor a batch dim. Dims of size 1 do not count.
 
     Args:
       equation: A matmul.
-      read: For each operand, the positions of the inputs that it is computed from.
+      read: For each operand, the positions of the jaxpr's inputs that it is computed from.
     """
     found = []
     for each, variable, *dims in zip(
@@ -418,7 +418,7 @@ def _born(
       size: Bytes of the result.
       operands: Buffers that it is computed from.
       owed: Whether the result is a partial sum. A compiler may add it up over devices part by part.
-      fused: Whether a compiler may fuse it, although not all results of the primitive can be fused.
+      fused: Whether a compiler may fuse the result, even if the primitive is not in `_FUSED`.
     """
     fused = fused or name in _FUSED
     return Buffer(
@@ -519,7 +519,7 @@ def _matmul_inputs(
 
 
 def _relaid(equation: Any, read: Sequence[set[int]]) -> list[set[int]]:
-    """Return the inputs of those operands of a matmul whose batch dims do not come first."""
+    """Return the items of `read` for operands whose batch dims do not come first; see `_split`."""
     batch = equation.params["dimension_numbers"][1]
     found = []
     for each, variable, dims in zip(read, equation.invars, batch, strict=True):

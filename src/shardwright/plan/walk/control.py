@@ -116,7 +116,7 @@ def _with_slices(step: PlanStep, values: list[ShardedValue], variables: Any) -> 
 def _with_carries(
     step: PlanStep, carry: Sequence[ShardedValue], variables: Any
 ) -> list[ShardedValue]:
-    """Return the carries of a scan: in a pipeline with buffers in the body, else without buffers.
+    """Return the carries of a scan. In a pipeline, each has a buffer in the body; else, none has.
 
     A carry is in memory during the whole scan, so it is counted outside, with the results. In a
     pipeline, this would count the received microbatch twice: it is dead long before the next
@@ -292,7 +292,7 @@ def _own_dims(step: PlanStep, key: str, avals: Sequence[Any]) -> list[Dims | Non
 def _dims_of(step: PlanStep, sharding: Sharding, ndim: int) -> Dims | None:
     """Return the mesh axes of each dim in a sharding.
 
-    If the sharding is on another mesh, return None: such a plan is incomplete.
+    If the sharding is on another mesh, return None, and record that the plan is incomplete.
     """
     sizes = step.ledger.sizes
     if isinstance(sharding, NamedSharding):

@@ -82,8 +82,8 @@ def convolution(step: PlanStep) -> list[ShardedValue]:
     if unsharded:
         step.doubt(unsharded, _GATHER.format("convolution"))
     (result,) = follow_matmul(step, values, labels_of)
-    # A kernel's gradient is a sum over the spatial dims and the batch. XLA adds over all spatial
-    # dims at once, and over the batch in a sum of its own, unless the kernel has groups.
+    # A kernel's gradient is a sum over the spatial dims and the batch. XLA makes two sums: one over
+    # all spatial dims, and one over the batch. If the batch has groups, one sum covers both.
     rows = frozenset(
         axis
         for label, axes in zip(labels_of.operands[0], values[0].dims, strict=True)
