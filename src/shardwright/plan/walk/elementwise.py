@@ -15,7 +15,7 @@ from shardwright.plan.walk.step import PlanStep
 from shardwright.plan.walk.values import ShardedValue, axes_of, local_elements, shards
 from shardwright.trees.tensors import whole_bytes
 
-_EXACT: Final = "biu"  # kinds of bools and integers: they are sent in the type of their reduction
+_EXACT: Final = "biu"  # `dtype.kind` of bools and integers, sent in the type of their reduction
 
 
 def elementwise(step: PlanStep) -> list[ShardedValue]:

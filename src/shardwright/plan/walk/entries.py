@@ -137,11 +137,11 @@ class Entry:
       inner: Peak of the jaxpr that it runs.
       loop: Whether it is a loop. Operands are not fused into loops.
       matmul: Whether it is a matmul.
-      moved: Bytes of those operands that it first moves to another sharding, after the move.
+      moved: Bytes, after the move, of the operands that it first moves to another sharding.
       parts: If it is a collective matmul: the fewest bytes of its result's parts that are in
         memory.
-      early: Whether its results are made at the start of the program, at the upper end of the
-        peak. At the lower end, they are made right before the first equation that reads them.
+      early: Whether the upper end of the peak assumes that its results are made at the start of
+        the program. The lower end assumes: right before the first equation that reads them.
       carries: Those of `births` whose memory is counted in `inner` while the equation runs.
     """
 

@@ -73,7 +73,7 @@ def passes_sum_on(equation: Any) -> bool:
 
 
 def constants(jaxpr: Any) -> list[Any]:
-    """Return the variables of the arrays that a jaxpr, and those inside it, close over."""
+    """Return the variables of the arrays that a jaxpr, and the jaxprs inside it, close over."""
     found: dict[int, Any] = {id(variable): variable for variable in jaxpr.constvars}
     for equation in jaxpr.eqns:
         for inner in nested_jaxprs(equation):
@@ -91,9 +91,9 @@ def holds_primitive(jaxpr: Any, name: str) -> bool:
 
 
 def gather_key(equation: Any, equal: Mapping[Any, Any]) -> Any:
-    """Return the key of an equation that only moves one value, else None.
+    """Return the key of an equation that only constrains or gathers one value, else None.
 
-    Equal gathers have equal keys.
+    Equations with equal keys move the same value to the same sharding.
 
     Args:
       equation: The equation.

@@ -128,7 +128,7 @@ class Work:
       f32_flops: The part of `flops` that is in matmuls with a float32 operand.
       matmul_bytes: Bytes that the matmuls read and write. Of a `cond`, the largest branch counts.
       repeated_flops: The part of `flops` that repeats other operations. Rematerialization repeats
-        those of the forward pass. Devices along an idle mesh axis repeat those of each other.
+        the forward pass. Devices along an idle mesh axis repeat each other's operations.
       host_bytes: Bytes that move between the memories of the device and its host, both ways.
     """
 

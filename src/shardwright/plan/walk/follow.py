@@ -38,8 +38,8 @@ def follow(
       known: How its dims correspond.
       values: Its operands, each a complete sum unless the equation may run on the terms of the sum.
       choose: Returns the sharding that is kept if operands differ.
-      doubt: The fix to show if an operand is gathered over a mesh axis: there, a compiler may do
-        otherwise. With "", no doubt is noted.
+      doubt: The fix to show for a mesh axis over which an operand is gathered, because a compiler
+        may not gather it. With "", no doubt is noted.
     """
     sizes = step.ledger.sizes
     live = [at for at, value in enumerate(values) if not value.free and any(known.operands[at])]

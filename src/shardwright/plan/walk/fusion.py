@@ -71,7 +71,7 @@ def find_reads(
     needed = frozenset(results).union(*(entry.uses for entry in entries if entry.loop))
     matmuls = (entry for entry in entries if entry.matmul)
     return Reads(
-        # A set, because an equation that reads a value twice, as `x * x`, is one use.
+        # A set, because an equation that reads a value twice, as `x * x` does, is one use.
         counts=Counter(buffer for entry in entries for buffer in set(entry.uses)),
         matmuls=Counter(buffer for entry in matmuls for buffer in set(entry.uses)),
         needed=needed,
@@ -124,7 +124,7 @@ def _is_repeated(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer
     operands = {each for operand in buffer.operands or () for each in held(operand, fused)}
     if fusion is Fusion.NARROW and reads.matmuls.get(buffer, 0) > 1:
         # A slice that a loop reads in place takes no memory, but reading it takes time. So XLA
-        # computes the gradient of a gate only once for its two matmuls.
+        # computes the gradient of a gate, which reads such slices, once for its two matmuls.
         operands |= {each for each in _closest(buffer, _is_start) if each.operands is not None}
     # `MOST` also fuses a value with a small operand, such as the mean of each row. `NARROW` and
     # `WIDE`, which give the upper end, do not fuse it. Otherwise the upper end would be 0.96 of the

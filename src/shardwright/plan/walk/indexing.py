@@ -56,8 +56,8 @@ def scatter(step: PlanStep) -> list[ShardedValue]:
     pairs = {at: of_updates.index(own) for at, own in enumerate(of_table) if own in of_updates}
     updates = step.equation.invars[2]
     if value.free and step.wanted[0] is not None and not isinstance(updates, Literal):
-        # If the updates are partial sums, complete them in the sharding that the result has along
-        # their columns.
+        # If the updates are partial sums, complete them with their columns sharded as in the
+        # result.
         columns = _targets(step.wanted[0], step.values[2].dims, pairs)
         step.scope.asked.setdefault(updates, columns)
     update = step.whole(2)
@@ -248,7 +248,8 @@ def _partitioned(
             value = step.ledger.move(value, aval, move.held, step.location, origins=origins)
         step.ledger.move(value, aval, move.goal, step.location, origins=origins)
     axes = frozenset(axis for dims in held.values() for axis in axes_of(dims))
-    # Where gradients of two lookups in one table are added, `Ledger.doubt_lookups` reads `lookups`.
+    # Only the gradient of a lookup records `lookups`: `Ledger.doubt_lookups` reads them where the
+    # gradients of two lookups in one table are added.
     if not lookup.adds:
         return ShardedValue(dims=held[result], origins=origins)
     table_moves = tuple(

@@ -87,7 +87,7 @@ class Ledger:
         self.timeline: Timeline | None = Timeline()
         self.copies: dict[Buffer, Buffer] = {}  # stacked weight -> its copy in another layout
         self.inner = Peak()  # peak of the jaxpr that the current equation runs
-        self.moved = 0  # bytes of the operands that the current equation moves, after the move
+        self.moved = 0  # bytes, after the move, of the operands that the current equation moves
 
     def renamed(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the mesh axes of the plan that replace `names`, mesh axes of the trace."""
@@ -208,8 +208,8 @@ class Ledger:
                 self.doubt(scattered, location, _WHOLE_TILES)
             current = [
                 [axis for axis in goal if axis in dim or axis in scattered]
-                # A dim that also gets a mesh axis of another dim, or a new mesh axis, gets its
-                # order of mesh axes later.
+                # If a dim also gets a mesh axis of another dim, or a new one, its mesh axes are put
+                # in order later.
                 if {*dim, *scattered} >= set(goal)
                 else list(dim)
                 for dim, goal in zip(current, dims, strict=True)
@@ -244,10 +244,10 @@ class Ledger:
         """Tell whether a TPU all-reduces an array, because its shards would not be whole tiles.
 
         A vector is always all-reduced, never reduce-scattered. In other arrays, the last two dims
-        are cut into tiles. A sum over an elementwise result keeps the order of dims. The result of
-        a matmul is transposed if the dim that is not scattered is not a multiple of 128. The
-        scattered dim is then along the lanes, and a shard needs a multiple of 128 numbers of 32
-        bits.
+        are cut into tiles. The sum of an elementwise result keeps the order of its dims in memory.
+        The result of a matmul is transposed if the dim that is not scattered is not a multiple of
+        128. The scattered dim is then along the lanes, and a shard needs a multiple of 128 numbers
+        of 32 bits.
         """
         if not self.tiled:
             return False
@@ -268,8 +268,8 @@ class Ledger:
     def _is_padded(self, aval: Any, dims: Dims, scattered: frozenset[str]) -> bool:
         """Tell whether a TPU may sum a matrix in another way than by a reduce-scatter.
 
-        A TPU pads parts that are not whole tiles, and then permutes their edges. It may also lay
-        out narrow rows along the sublanes.
+        A TPU pads parts that are not whole tiles, and then sends their edges by permutes. It may
+        also lay out narrow rows along the sublanes.
         """
         if not self.tiled or aval.ndim != len(_MATRIX):
             return False
