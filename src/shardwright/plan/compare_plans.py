@@ -225,7 +225,7 @@ def _lines(plan: Mapping[str, Any]) -> dict[str, frozenset[Hashable]]:
 
 
 def _places(plan: Mapping[str, Any], moved: Mapping[str, str]) -> dict[str, str]:
-    """Return the text that shows a line of the left plan, for each line not shown by its number.
+    """Return the text for each line of the left plan that is not shown with its own number.
 
     A line that moved is shown with its new number. If a line is gone, and another line now has its
     number, the old line is marked `(before)`.

@@ -12,7 +12,7 @@ from shardwright.plan.walk.entries import Peak
 # program may need more than the upper end: in `benchmarks.fits`, the upper end is at least 0.95 of
 # what the program needs.
 _SAFE: Final = 0.95
-# A program may fit if the lower end of its memory is at most this share of the usable memory. The
+# A program may fit if the lower end of its memory is at most this many times the usable memory. The
 # program may need less than the lower end: of 82 compiled programs (`tests.plan.test_tpu_memory`),
 # one needs 0.92 of its lower end, and each decoder of `benchmarks.fits` needs at least 0.95 of it.
 # Only `Peak.sure` proves that a program does not fit.

@@ -209,7 +209,7 @@ def find_smaller_rules(
     *,
     below: float,
 ) -> FittingRules | None:
-    """Return the change of a strategy that saves the most memory.
+    """Return the change to the settings of a strategy that saves the most memory.
 
     A change counts only if the program can be planned with it. Three kinds are tried: parameters
     are stored over one more mesh axis and gathered, as in FSDP; optimizer state is sharded over one

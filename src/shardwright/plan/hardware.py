@@ -93,7 +93,8 @@ class Chip:
       f32_flops: float32 operations per second of one device, at JAX's default precision.
       hbm_bytes: Bytes of memory that a program may use on one device.
       hbm_rate: Bytes per second that one device reads or writes in its memory.
-      link_rates: Lowest and highest bytes per second of one link in one direction, per device.
+      link_rates: Range of the rate of one link in one direction, in bytes per second. If a chip is
+        several devices, this is the share of one device.
       dcn_rate: Bytes per second that one device sends to other slices or domains; 0 if that is not
         known.
       sources: Key of `hardware.toml` -> source and date of its value.

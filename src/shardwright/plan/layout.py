@@ -242,8 +242,8 @@ def _parts_of_sides(
 
     def rank(lengths: Mapping[str, int]) -> tuple[int, int, int, tuple[int, ...]]:
         whole = [side for side, length in lengths.items() if length == sides[side]]
-        # JAX's own comment prefers sides that no other mesh axis has. JAX's code does the opposite,
-        # in 0.10.2, and this function follows the code.
+        # By its own comment, JAX prefers sides that no other mesh axis has. Its code does the
+        # opposite (in 0.10.2), and this function follows the code.
         shared = [side for side in lengths if free[side] < sides[side]]
         return (
             math.prod(lengths[side] for side in whole),

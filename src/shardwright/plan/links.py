@@ -91,7 +91,7 @@ def inside_seconds(
         # A permute sends to a neighbor: one hop, over one link.
         slow, hops = chip.link_rates[0], min(1, len(parts))
     exchanged = wire_bytes * _EXCHANGE if kind is Kind.ALL_TO_ALL else wire_bytes
-    # Bytes and latency overlap, so the longer one counts, as in the scaling book.
+    # Sending and latency overlap, so the longer of both counts, as in the scaling book.
     return SecondsRange(low=exchanged / fast, high=max(wire_bytes / slow, hops * _HOP))
 
 

@@ -52,7 +52,7 @@ _ANNOTATE: Final = {
 class Program:
     """A function to plan, and its arguments as shapes.
 
-    The command `shardwright plan` reads such values.
+    The function that a user names to the command `shardwright plan` returns such values.
 
     Attributes:
       function: The function that you would pass to `jax.jit`.

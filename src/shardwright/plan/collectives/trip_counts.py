@@ -66,8 +66,8 @@ class Frame:
 
     Attributes:
       computation: The computation.
-      arguments: For each parameter, either (frame, name) of the caller's operand, or the integers
-        of a tuple. An unknown integer is None.
+      arguments: For each parameter, either an operand of the caller, as (frame, name), or a tuple
+        of integers. An unknown integer is None.
       known: Values computed so far, by instruction.
     """
 
@@ -94,8 +94,8 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
     body = module.computations[attributes["body"].lstrip("%")]
     try:
         return _run(module, condition, body, _start(module, frame, loop))
-    # `_value` is recursive. A very long chain of instructions overflows Python's stack, so that the
-    # count is unknown.
+    # `_value` is recursive. A very long chain of instructions overflows Python's stack. The count
+    # is then unknown.
     except RecursionError:
         return None
 

@@ -311,8 +311,8 @@ def planned_for(
     line = collective.source.rpartition("/")[2]
 
     def agreement(event: Event) -> tuple[int, int]:
-        # The name of an argument in the program is `params['blocks']['up']`, and its path is
-        # `blocks/up`.
+        # An argument with the path `blocks/up`, for example, has the name `params['blocks']['up']`
+        # in the program.
         steps = [f"['{step}']" for step in event.path.split("/") if step]
         equal = (
             event.source == line != "",

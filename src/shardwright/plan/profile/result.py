@@ -15,7 +15,7 @@ from shardwright.vocabulary.shown import WIDTH, data_of, text_of
 
 
 def layout_on(report: PlanReport, platform: str) -> Layout | None:
-    """Return the layout of a plan if its slice is of a platform, else None.
+    """Return the layout of a plan if its slice is of the given platform, else None.
 
     A program may be profiled on CPUs and planned for TPUs, which have other rates.
     """
@@ -56,9 +56,9 @@ class MeasuredAxis:
     """The traffic that semantic axes cause over some mesh axes, in one run on one device.
 
     Attributes:
-      axes: The semantic axes. If there are several entries, the plan has collectives with the same
-        line and size for each entry, and the profile cannot tell them apart. Empty if the plan does
-        not have these collectives.
+      axes: The semantic axes of the planned collectives. If there are several entries, planned
+        collectives of several sets of axes have the same line and size, and the profile cannot tell
+        them apart. Empty if the plan does not have these collectives.
       mesh_axes: The mesh axes.
       planned: Bytes that the plan sends.
       sent: Bytes that the program sends.
