@@ -1,8 +1,8 @@
 """The primitive that keeps an annotation in a jaxpr, in place of a resolved constraint.
 
-A program that is traced for a plan contains `annotate_axes` where an ordinary trace
-contains a sharding constraint. The walk resolves each annotation later, so one trace can be planned
-under many strategies and meshes.
+A program that is traced for a plan contains `annotate_axes` where an ordinary trace contains a
+sharding constraint. The walk resolves each annotation later, so one trace can be planned under many
+strategies and meshes.
 """
 
 from __future__ import annotations

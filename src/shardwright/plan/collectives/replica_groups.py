@@ -125,7 +125,8 @@ def _by_axes(match: re.Match[str], text: str) -> Groups:
             raise _unknown(text)
         positions = listed
     positions = positions.reshape(list(sizes.values()))
-    # Each axis is cut into (major, member, minor) parts. A whole axis is one member part.
+    # Each axis is cut into (major, member, minor) parts. The groups span the members. A whole axis
+    # is one member.
     cuts = {name: [(size, False)] for name, size in sizes.items()}
     taken: list[tuple[str, int]] = []
     for axis in _GROUP_AXIS.finditer(match[3]):
@@ -156,9 +157,9 @@ def _by_axes(match: re.Match[str], text: str) -> Groups:
 
 
 def _cut(parts: list[tuple[int, bool]], major: int, size: int, text: str) -> list[tuple[int, bool]]:
-    """Cut a member, a part that the groups span, of size `size` out of the parts of an axis.
+    """Cut a member of size `size` out of the parts of an axis. The groups span the members.
 
-    The product of the parts before the member is `major`.
+    The product of the parts before the new member is `major`.
     """
     done = 1
     result: list[tuple[int, bool]] = []
@@ -180,7 +181,7 @@ class GroupSpan:
     """The mesh axes that groups of devices span.
 
     Attributes:
-      mesh_axes: Axes along which members of a group differ, in mesh order.
+      mesh_axes: Axes along which the devices of a group differ, in mesh order.
       devices: Number of devices in the largest group.
       partial: Whether a group has fewer devices than the mesh has along these axes.
     """
@@ -210,7 +211,7 @@ def span_of(
         ids = np.array(
             group if positions is None else [positions[differing] for differing in group]
         )
-        # Shape [mesh axes, members]: the position of each member along each mesh axis.
+        # Shape [mesh axes, devices]: the position of each device along each mesh axis.
         coordinates = np.stack(np.unravel_index(ids, shape))
         differs |= (coordinates != coordinates[:, :1]).any(axis=1)
     axes = tuple(name for name, differing in zip(sizes, differs, strict=True) if differing)

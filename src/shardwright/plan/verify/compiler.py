@@ -136,7 +136,7 @@ class Compiled:
     def peak(self) -> int | None:
         """Most bytes that the program needs on one device at one time, or None if unknown.
 
-        The compiler does not report it if the program has temporary arrays on the host.
+        The compiler reports no peak if the program has temporary arrays on the host.
         """
         if self.refused:
             match = _USED.search(self.refused)
@@ -151,7 +151,7 @@ class Compiled:
         if self.target.platform == "cpu":
             return None
         # The peak of libtpu counts arguments on the host. The peak without them equals, to four
-        # digits, the total that libtpu reports if a program does not fit on a smaller chip.
+        # digits, the total that libtpu reports when it refuses the program for a smaller chip.
         return self.memory["peak_memory"] - self.memory.get("host_argument_size", 0)
 
     def to_json(self) -> dict[str, Any]:
