@@ -359,7 +359,7 @@ def _is_on_host(given: ShardingRequest | NamedSharding | None, manager: Manager)
 
 
 def fetching(manager: Manager, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with its arguments moved from the host to the device first, as `jit_step`.
+    """Return `function`, but with its arguments first moved from the host, as in `jit_step`.
 
     If the rules put parameters on the host, return `function` unchanged. Calls of `gather` and
     `offloaded` in the program then move the arguments.

@@ -141,7 +141,7 @@ class Entry:
       parts: If it is a collective matmul: the fewest bytes of its result's parts that are in
         memory.
       early: Whether the upper end of the peak assumes that its results are made at the start of
-        the program. The lower end assumes: right before the first equation that reads them.
+        the program. The lower end assumes that they are made right before their first reader.
       carries: Those of `births` whose memory is counted in `inner` while the equation runs.
     """
 
