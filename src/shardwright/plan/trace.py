@@ -273,8 +273,7 @@ def trace(
         try:
             return fetching(planning, function)(*arguments)
         except Exception as error:
-            # Check inside `jit`, which removes frames that `refuses_shardings` needs from an error
-            # that leaves it.
+            # Check inside `jit`: an error that leaves `jit` lacks frames that are needed here.
             if not recorder.typed or not _jax.refuses_shardings(error):
                 raise
             reason = " ".join(str(error).split())
