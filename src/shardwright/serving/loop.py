@@ -105,8 +105,8 @@ class Loop:
         self._step += 1
         try:
             # If several processes run the engine, end here the jobs on whose end they have agreed.
-            # Jobs that fail in this step end in the next step, after the processes have agreed on
-            # them. So `_end_unless_shared` below does not end them.
+            # Jobs whose callbacks fail in this step end in the next step, after the processes have
+            # agreed on them. So `_end_unless_shared` below does not end them.
             if self.calls.are_compared:
                 self._end_requested()
             self._hand_out()

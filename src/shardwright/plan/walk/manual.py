@@ -222,9 +222,10 @@ def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[st
 
 
 def _is_scattered(equation: Any, jaxpr: Any, step: PlanStep) -> bool:
-    """Tell whether the `shard_map` returns a sum that a later constraint shards over its mesh axes.
+    """Tell whether compilers turn an all-reduce of a `shard_map` into a reduce-scatter.
 
-    Compilers turn the all-reduce of such a sum into a reduce-scatter.
+    They do if the `shard_map` returns the sum, and a later constraint shards the result over all
+    mesh axes of the sum.
     """
     body = step.parameters["jaxpr"]
     results = equation.outvars
