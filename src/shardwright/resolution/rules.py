@@ -653,8 +653,8 @@ def _rank_orders(
 
     Args:
       tables: Tables of axis -> rule, by name.
-      written: For each table by name, the axis of every candidate in the order written. Defaults to
-        the order of the table.
+      written: Name of a table -> the axis of each of its candidates, in the order written. Defaults
+        to the order of the table.
     """
 
     def ranked(*names: str) -> tuple[str, ...]:

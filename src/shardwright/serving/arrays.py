@@ -81,9 +81,9 @@ class CacheUsage:
     The numbers show whether slots or pages leak.
 
     Attributes:
-      row_lengths: Tokens of each row of the prefill batch, the maximum over layers.
-      slot_lengths: Tokens of each slot, the maximum over layers.
-      pages: Pages in use, the maximum over layers. 0 unless the cache is paged.
+      row_lengths: Number of tokens in each row of the prefill batch, the maximum over layers.
+      slot_lengths: Number of tokens in each slot, the maximum over layers.
+      pages: Number of pages in use, the maximum over layers. 0 unless the cache is paged.
     """
 
     row_lengths: tuple[int, ...]

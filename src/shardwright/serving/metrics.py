@@ -30,13 +30,15 @@ class Report:
 
     Attributes:
       requests: Requests accepted.
-      refused: Requests that were refused, because they could never fit or the queue was full.
-      finished: Requests that have ended, by the reason (`Finish`).
+      refused: Number of requests that were refused, because they could never fit or the queue was
+        full.
+      finished: Number of requests that have ended, by the reason (`Finish`).
       prompt_tokens: Prompt tokens read.
       new_tokens: Tokens written.
       prefill_steps: Number of steps that read a chunk of the prefill batch.
       decode_steps: Number of decode steps. One step decodes all slots.
-      shared_pages: Pages that requests share with earlier requests instead of computing them again.
+      shared_pages: Number of pages that requests shared with earlier requests instead of computing
+        them again.
       preempted: How often a request gave up its slot and pages to an older request.
       slots: Number of slots.
       slots_in_use: Mean number of slots in use, over the decode steps.
