@@ -146,7 +146,8 @@ def _carried(step: InferenceStep, starts: Sequence[ArrayFacts]) -> list[ArrayFac
 
 
 def _align(step: InferenceStep, before: Sequence[ArrayFacts], after: Sequence[ArrayFacts]) -> None:
-    # `after` has the carries, then the stacked results of a scan, which have no initial value.
+    # `zip` is not strict: `after` has the carries, and then the stacked results of a scan, which
+    # have no initial value.
     for first, second in zip(before, after, strict=False):
         for left, right in zip(first.dims, second.dims, strict=True):
             step.same(left, right)

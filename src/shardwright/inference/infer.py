@@ -260,7 +260,7 @@ def _conflicts(found: Iterable[AtomConflict], leaves: Sequence[Any]) -> tuple[Na
     """Return each conflict once, with the first dim of a parameter that it affects."""
     conflicts: dict[Any, NameConflict] = {}
     for each in found:
-        # The parameters are a frozenset. Sorting them reports the same conflict in every run.
+        # `params` is a frozenset. Sort it, so that every run reports the same dim.
         places = sorted(each.params)
         conflict = NameConflict(
             path=path_text(leaves[places[0][0]][0]) if places else "",

@@ -142,7 +142,9 @@ class PartitionManager:
         dynamic_axes: Any = NOT_GIVEN,
         shape: Any = NOT_GIVEN,
     ) -> PartitionSpec:
-        """Return the spec that the rules give, with one entry per dim. Only `shard` checks sizes.
+        """Return the spec that the rules give, with one entry per dim.
+
+        `shard` checks sizes. This method checks them only if a rule depends on a size.
 
         Args:
           axes: A list with an entry per dim, or a layout. An entry is an axis, None, or a list of
