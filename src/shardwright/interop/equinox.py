@@ -66,7 +66,7 @@ def infer(
       seeds: The axes of each array of the inputs, such as `[(BATCH, LENGTH), None]`.
       call: Function of the model and the inputs. Defaults to `model(*inputs)`. For a batch, a model
         that takes one example needs `lambda model, tokens: jax.vmap(model)(tokens)`.
-      sizes: Size -> axis, from the model's config.
+      sizes: Size of a dim -> its axis, as the model's config says.
       own_axes: Axes of your own that `seeds` and `sizes` name, such as `strategy.axes`.
       strict: Whether a dim without a name, with two names or with a guessed name is an error.
 

@@ -78,7 +78,8 @@ def _names(specs: Any) -> Iterable[str]:
             yield from _names(entry)
     elif isinstance(specs, PartitionSpec | NamedSharding):
         yield from _names((specs.spec if isinstance(specs, NamedSharding) else specs).partitions)
-    # `specs` is a leaf, but not a spec. Other containers, such as dataclasses, are flattened below.
+    # A leaf that comes here is not a spec. Other containers, such as dataclasses, are flattened
+    # below.
     elif jax.tree_util.all_leaves([specs]):
         raise StrategyError(
             f"{specs!r} of type {type(specs).__name__} is not a spec",
@@ -362,7 +363,7 @@ def _shard_fn(
         kind = spec.memory_kind if isinstance(spec, NamedSharding) else None
         constraint.check_kept(x, path=path)
         placed: jax.Array = jax.device_put(x, NamedSharding(mesh, fitted, memory_kind=kind))
-        # The caller may release or overwrite the host's copy after this.
+        # Wait for the copy: after the return, the caller may release or overwrite the host's array.
         return placed.block_until_ready()
 
     return shard_fn

@@ -45,7 +45,7 @@ class Weighted:
 
     Attributes:
       total: Sum of the losses, a scalar.
-      weight: Sum of the weights of these losses, a scalar. Weights are not differentiated.
+      weight: Sum of the weights of these losses, a scalar. This sum is not differentiated.
     """
 
     total: Any

@@ -402,7 +402,7 @@ def _attend(config: AttentionConfig, rows: list[Any], given: dict[str, Any], key
     manager = context.current()
     return dot_product_attention(
         *rows,
-        # Without a manager nothing is sharded, so any mode will do.
+        # Without a manager nothing is sharded, so the mode does not matter.
         mode=MODE_TRAIN if manager is None or manager.mode is None else None,
         causal=config.causal,
         window=config.window,

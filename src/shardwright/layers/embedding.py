@@ -50,7 +50,7 @@ def apply(
     Args:
       table: `[vocab, embed]`, as stored. A tied output projection uses the same leaf.
       tokens: `[batch, length]` integers.
-      dtypes: The rows are looked up in `compute` and returned in `output`.
+      dtypes: The rows are looked up in the dtype `compute`, and returned in the dtype `output`.
       path: Path of the table in the model, required if the strategy has `[[tensors]]` entries.
 
     Raises:

@@ -23,7 +23,7 @@ DEFAULT_NAMED_SHARDING_STG = ("dp", "fsdp", "ep", "tp", "sp")
 
 
 def no_mesh() -> NoMeshError:
-    """Return the error of a call without a mesh."""
+    """Return the error to raise if there is no mesh."""
     return NoMeshError(
         "No mesh found under this context manager",
         fix="with jax.set_mesh(mesh): ... around the call, or PartitionManager(paxis, mesh=mesh)",
@@ -169,7 +169,7 @@ def cpu_context() -> Iterator[Mesh]:
 
 
 def get_mesh_axis_names(mesh: Mesh | AbstractMesh | None = None) -> list[str]:
-    """Return the axis names of a mesh, by default of the current mesh."""
+    """Return the axis names of a mesh. The mesh defaults to the current mesh."""
     return list((get_incontext_mesh() if mesh is None else mesh).axis_names)
 
 

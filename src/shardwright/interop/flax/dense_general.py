@@ -43,7 +43,7 @@ def _intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Initializer:
-    """An initializer of flattened arrays.
+    """An initializer that returns flattened arrays, in `_Flattened` boxes.
 
     Two such initializers are equal if they wrap the same initializer.
     """

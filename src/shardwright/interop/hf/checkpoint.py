@@ -55,14 +55,14 @@ _SHORTER: Final = {np.dtype(np.int64): np.dtype(np.int32), np.dtype(np.uint64): 
 class Checkpoint:
     """A checkpoint whose headers are read and checked, and whose tensors are not read yet.
 
-    As text, it is a table of its tensors and their axes.
+    `str(checkpoint)` is a table of its tensors and their axes.
 
     Attributes:
       config: The content of `config.json`.
-      specs: Shape, dtype and axes of each tensor, by its name.
-      sources: The `Source` that reads each tensor from the files, by the name of the tensor.
+      specs: Name of each tensor -> its shape, dtype and axes.
+      sources: Name of each tensor -> the `Source` that reads it from the files.
       notes: How the arrays differ from the files, one line each.
-      unpadded: The stored shape of each tensor that is padded, by its name. Pass it as `shapes` to
+      unpadded: Name of each padded tensor -> its stored shape. Pass this mapping as `shapes` to
         `checkpoint.export_safetensors`.
     """
 
@@ -137,8 +137,8 @@ def load(
       axes: Pattern -> annotation, for tensors that the family does not have.
       stack_experts: See `read`.
       stack_layers: See `read`.
-      pad_vocab: See `read`. The result of `read` also has the shapes without padding, for an
-        export.
+      pad_vocab: See `read`. For an export, call `read`: its result also has the shapes without
+        padding.
       mode: Runtime mode. Defaults to the manager's.
 
     Returns:

@@ -77,7 +77,7 @@ class Config:
         return self.text("model_type") or ""
 
     def wrong(self, key: str, value: Any, wanted: str) -> ShardingError:
-        """Return the error of a value of a wrong type."""
+        """Return the error for a value that is absent or is not what is `wanted`."""
         what = f"{self.source}: {key} must be {wanted}, got {quoted(value)}"
         return self.error(
             f"{self.source} lacks {key}" if value is None else what,

@@ -50,8 +50,7 @@ class LoadedDecoder:
     Attributes:
       config: Its sizes, and the configs of its blocks.
       specs: Its parameters as `ArraySpec`s.
-      sources: The `Source` that reads each parameter from the files, by the path of the parameter
-        in `specs`.
+      sources: Path of each parameter in `specs` -> the `Source` that reads it from the files.
       notes: What differs from the files, one line each.
     """
 

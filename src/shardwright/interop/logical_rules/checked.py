@@ -1,4 +1,4 @@
-"""The check of arrays that flax, nnx and haliax shard by rules of a manager.
+"""Check the arrays that flax, nnx and haliax shard by the rules of a manager.
 
 Each of these libraries maps names to mesh axes by a table without fallbacks. All silently replicate
 an array whose size does not divide. Some also replicate a dim whose name is not in the table.
@@ -115,7 +115,7 @@ class CheckedTable:
     def _misfit(
         self, name: str, size: int, entry: Any, advice: Sequence[str], where: Mapping[str, Any]
     ) -> ShardingError | None:
-        """Return the error to raise if a size does not fit the mesh axes of its name, or None.
+        """Return an error if a size does not fit the mesh axes of its name; else None.
 
         A table of another library has no fallbacks, so a size that does not divide is an error. An
         error is also returned if the table was made for another size, and the strategy shards the

@@ -70,7 +70,7 @@ def read_replicated(values: Mapping[str, Any], rules: Sequence[Any], place: str)
 
 
 def read_yaml(path: Path, key: str) -> tuple[Any, list[int]]:
-    """Read a YAML file, and return its value and the lines of the entries of a list.
+    """Read a YAML file, and return its value and the line of each entry of one list in it.
 
     Args:
       path: The file.

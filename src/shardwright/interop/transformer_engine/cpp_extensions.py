@@ -1,4 +1,4 @@
-"""Stand-ins for `transformer_engine.jax.cpp_extensions`: many programs import it without using it.
+"""Stand-ins for `transformer_engine.jax.cpp_extensions`, which many programs import but do not use.
 
 The primitives of TransformerEngine call CUDA, so they are not provided. The layers of `flax`
 compute the same results.

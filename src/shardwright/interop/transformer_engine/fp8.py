@@ -64,7 +64,7 @@ def quantized_dense(
         check the sizes of blocks.
 
     Raises:
-      LayerError: The recipe has blocks, and the shard of a contracted dim on a device is not a
+      LayerError: The recipe has blocks, and the size of a contracted dim on a device is not a
         multiple of 32.
     """
     if metas is None:

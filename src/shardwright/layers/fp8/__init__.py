@@ -1,8 +1,8 @@
 """Matmuls in fp8: recipes, casts, the quantized dense, and the state of delayed scaling.
 
 A block computes in fp8 if its config has a recipe. `recipe` has the recipes, `quantize` the casts,
-and `state` the histories and scales. `dense` has the matmuls as one custom VJP, `matmuls` the
-forward and backward pass of this VJP, and `weights` the gather of quantized kernels.
+and `state` the histories and scales. `dense` wraps the matmuls in one custom VJP. `matmuls` has the
+forward and backward pass of this VJP. `weights` gathers quantized kernels.
 """
 
 from shardwright.layers.fp8.dense import DenseResult as DenseResult

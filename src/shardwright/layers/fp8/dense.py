@@ -75,7 +75,7 @@ def dense(
 
     Raises:
       LayerError: The recipe has a state and `use` is not given, or the recipe has no state and
-        `use` is given. Or the recipe has blocks, and the part of a contracted dim on a device is
+        `use` is given. Or the recipe has blocks, and the size of a contracted dim on a device is
         not a multiple of 32.
       RankMismatchError: The shapes do not fit each other.
       ShardingError: `out` does not fit a result, the rules or the mesh.

@@ -371,7 +371,7 @@ class Decoder:
         )
 
     def _caches(self, batch: int, capacity: int) -> tuple[list[Any], list[Any]]:
-        """Return the cache of each layer as shapes, and their annotations."""
+        """Return the caches of the layers as shapes, and their annotations."""
         caches: list[Any] = []
         axes: list[Any] = []
         for stack, number in self.numbered():

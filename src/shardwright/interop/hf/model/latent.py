@@ -153,9 +153,9 @@ def apply(
 def positions_of(x: Any) -> jax.Array:
     """Return positions that depend on `x`, so that a trace computes masks inside each layer.
 
-    JAX moves computations that do not depend on parameters out of a layer with remat. Masks of
-    blockwise attention would then be kept for all layers, with as many bytes as the attention
-    logits.
+    In a layer with remat, JAX moves computations that do not depend on parameters out of the layer.
+    Masks of blockwise attention would then be kept for all layers, with as many bytes as the
+    attention logits.
     """
     positions, _ = jax.lax.optimization_barrier((jnp.arange(x.shape[1]), x))
     return jnp.broadcast_to(positions, x.shape[:2])

@@ -246,7 +246,7 @@ def _with_patterns(config: Config, stack: Stack, differs: list[str]) -> tuple[St
 
 
 def _layer_types(config: Config, layers: int) -> list[str]:
-    """Return the kind of each layer: with a sliding window, or without.
+    """Return the kind of each layer: sliding window, chunks, or full attention.
 
     Raises:
       StrategyError: `layer_types` is not a list with one type for each layer.

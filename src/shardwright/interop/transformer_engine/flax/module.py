@@ -205,7 +205,7 @@ def norm_config(layernorm_type: str, epsilon: float, zero_centered_gamma: bool) 
     """Return the config of a norm from TransformerEngine's fields.
 
     Raises:
-      LayerError: The type is unknown, or an RMS norm is to be zero-centered.
+      LayerError: The type is unknown, or `zero_centered_gamma` is True for an RMS norm.
     """
     name = layernorm_type.lower().strip().replace("-", "").replace("_", "")
     if name not in _KINDS:
