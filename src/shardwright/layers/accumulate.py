@@ -122,10 +122,11 @@ def accumulate(
         gradients are None. By default, all are trained.
 
     Returns:
-      Function of `params`, as stored; `batch`, a tree of arrays whose dim 0 is BATCH; `channel`,
-      from `fp8.new_channel(scaling, uses=n)`, or None; and `key`, a JAX key, from which each
-      microbatch of each device gets its own key. The leaves of `sent` and `seen` are maxima over
-      all devices, not sums. With delayed scaling, pass both to `fp8.update`.
+      Function of (params, batch, channel, *, key). `params` are the parameters as stored. `batch`
+      is a tree of arrays whose dim 0 is BATCH. `channel` is None, or the result of
+      `fp8.new_channel(scaling, uses=n)`. From `key`, a JAX key or None, each microbatch of each
+      device gets its own key. The leaves of `sent` and `seen` are maxima over all devices, not
+      sums. With delayed scaling, pass both to `fp8.update`.
 
     Raises:
       IndivisibleError: n does not divide the examples of a device.

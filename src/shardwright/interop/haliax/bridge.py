@@ -164,7 +164,7 @@ def mappings(
 ) -> Mappings:
     """Return the rules of a manager as axis mappings.
 
-    A mapping has one entry per name: the first candidate of its rule that fits. It has no
+    A mapping has one entry per name, the first candidate of the name's rule that fits, and no
     fallbacks. So if two dims of an array have one mesh axis in common, haliax raises an error.
 
     Args:

@@ -459,7 +459,7 @@ def tensors_of(config: Mapping[str, Any]) -> Tensors:
     """Return the tensors of the model that a `config.json` describes.
 
     Raises:
-      CheckpointError: Its `model_type` is absent or unknown.
+      CheckpointError: The `model_type` is absent or unknown.
     """
     kind = config.get("model_type")
     tables = {name: family.tensors for name, family in FAMILIES.items() if family.tensors}

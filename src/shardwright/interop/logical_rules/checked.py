@@ -249,7 +249,7 @@ def _install_nnx() -> None:
         if len(names) > len(shape):
             what = f"the variable has the names {names} for {len(shape)} dims"
             raise RankMismatchError(what, path=f"variable {shape}", fix=_PLACE)
-        # A variable may have rules of its own, `own_rules`, and its names may be mesh axes.
+        # A variable may have rules of its own, `own_rules`. Its names may also be mesh axes.
         rules = {name: name for name, _ in table.mesh} | dict(table.table) | dict(own_rules or ())
         entries = [rules.get(name) if isinstance(name, str) else None for name in names]
         table.check(names, shape, entries, place=f"variable {shape}", known=rules)

@@ -172,7 +172,7 @@ def _exported(pm: PartitionManager, name: str, target: Any) -> tuple[str, Role]:
         return axis, role
     axis = target
     roles = (Role.ACTIVATION, Role.PARAM)
-    # A list has one rule for a name, for arrays of both roles.
+    # In a list, one rule of a name applies to arrays of both roles.
     one, other = (_rule(pm, axis, role) for role in roles)
     if one != other:
         what = f"{axis_label(axis)} has different rules as an activation and as a param"

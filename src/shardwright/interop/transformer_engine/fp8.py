@@ -35,8 +35,8 @@ from shardwright.layers.fp8.recipe import largest
 from shardwright.layers.fp8.weights import Shards
 from shardwright.manager import context
 
-# The states of x, of the kernel and of the gradient. Each has a `scale`, `[1]`, and a `history`,
-# `[history]`.
+# The states of x, of the kernel and of the gradient. Each has a `scale` of shape `[1]`, and a
+# `history` of shape `[history]`.
 Metas = tuple[TensorScaling, TensorScaling, TensorScaling]
 
 

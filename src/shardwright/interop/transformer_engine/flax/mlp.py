@@ -120,9 +120,9 @@ class LayerNormMLP(Module):  # type: ignore[misc]
       scale_axes: As in `LayerNorm`.
       ln_bias_init: Initializer of `ln_bias`.
       ln_bias_axes: Logical names of `ln_bias`.
-      kernel_init: Initializer of `wi_kernel`, `[embed, activations, mlp]`, and of `wo_kernel`,
-        `[mlp, embed]`. For `wi_kernel`, it is called once for each activation. Defaults to that of
-        `DenseGeneral`.
+      kernel_init: Initializer of `wi_kernel` (`[embed, activations, mlp]`) and of `wo_kernel`
+        (`[mlp, embed]`). For `wi_kernel`, it is called once for each activation. Defaults to that
+        of `DenseGeneral`.
       kernel_axes_1: Logical names of `wi_kernel`.
       kernel_axes_2: Logical names of `wo_kernel`.
       use_bias: Whether to add `wi_bias` and `wo_bias`.

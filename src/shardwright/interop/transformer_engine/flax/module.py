@@ -144,8 +144,9 @@ def matmul(
 ) -> Any:
     """Return the matmul of `x` with a kernel of a module, in the dtype of `x`.
 
-    Under delayed scaling, the module has the variables `{x,kernel,grad}{postfix}_scale`, `[1]`, and
-    `..._amax_history`, `[history]`, in the collection `fp8_metas`.
+    Under delayed scaling, the module has variables in the collection `fp8_metas`:
+    `{x,kernel,grad}{postfix}_scale` of shape `[1]`, and `{x,kernel,grad}{postfix}_amax_history` of
+    shape `[history]`.
 
     Args:
       module: The module, which creates or reads the variables.
@@ -369,8 +370,8 @@ def adapted(
 ) -> Any:
     """Add the low-rank adaptation of the matmul to `y`, if the module enables it.
 
-    The parameters are `lora_a_kernel`, `[*inputs, *features[:-1], rank]`, and `lora_b_kernel`,
-    `[*features[:-1], rank, features[-1]]`, which starts at 0.
+    The parameters are `lora_a_kernel` of shape `[*inputs, *features[:-1], rank]`, and
+    `lora_b_kernel` of shape `[*features[:-1], rank, features[-1]]`. `lora_b_kernel` starts at 0.
     """
     if not module.enable_low_rank_adaptation:
         return y

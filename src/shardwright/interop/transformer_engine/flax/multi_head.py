@@ -177,8 +177,8 @@ def projected(module: Any, x: Any, x_kv: Any) -> tuple[Any, Any, Any, Any]:
         **shared,
     }
     norm = norm_fields_of(module)
-    # Only projections of equal sizes can share a kernel. With fewer kv heads than query heads,
-    # these are the projections of keys and values.
+    # Only projections of equal sizes can share a kernel. If there are fewer kv heads than query
+    # heads, only keys and values have projections of equal sizes.
     if is_fused and is_self and sizes[0] == sizes[1]:
         init = split_init([query_init, kernel, kernel], 3)
         norm["return_layernorm_output"] = module.return_layernorm_output
