@@ -382,7 +382,7 @@ def _between(
     second: Sequence[_Pair],
     targets: Mapping[str, Any],
 ) -> _Pair | None:
-    """Return a rule of another axis between two equal rules that uses one of their mesh axes."""
+    """Return a rule of another axis that stands between two rules and uses their mesh axes."""
     places = {id(pair): at for at, pair in enumerate(pairs)}
     for one, other in zip(first, second, strict=False):
         # Rules apply in the order of the list. So only rules that stand between these two rules can
