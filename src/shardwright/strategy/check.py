@@ -103,8 +103,8 @@ def pipeline_problems(
         fix = 'write schedule = "circular", or repeats = 1'
         yield problem_at(("pipeline", "repeats"), origin, what, fix)
     if policy.get("order") == "rules":
-        # Inside a stage, the rules have no candidates with pp, but the order of the rules would
-        # still list these candidates.
+        # Inside a stage, pp is removed from the rules, which may drop candidates. The order of the
+        # rules would still list them.
         what = 'a pipeline cannot run under order = "rules"'
         yield problem_at(("policy", "order"), origin, what, 'write order = "dims"')
 

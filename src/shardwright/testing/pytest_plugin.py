@@ -104,7 +104,7 @@ def generate(metafunc: pytest.Metafunc) -> None:
 def _nearest_markers(definition: Any) -> list[pytest.Mark]:
     """Return the `mesh` markers of the function, its class or its module, in written order.
 
-    Only the markers of the nearest one of these count.
+    If several of them have markers, only those of the nearest one count.
     """
     marked = list(definition.iter_markers_with_node("mesh"))
     # pytest yields the nearest node first.

@@ -207,8 +207,10 @@ def _has_rank(part: Any, annotation: tuple[Any, ...]) -> bool:
 def _misfits(tree: Any, annotations: Any, path: tuple[Any, ...]) -> Iterator[Problem]:
     """Yield a problem for each path below `path` at which the two trees differ in structure."""
     children, annotated = _children(tree), _children(annotations)
+    # An annotation covers all arrays below it. `_unannotated` reports a leaf of `annotations` that
+    # is not an annotation.
     if is_annotation(annotations) or annotated is None:
-        return  # an annotation covers all below it; `_unannotated` reports leaves that are none
+        return
     if children is None or type(tree) is not type(annotations):
         node = f"a leaf ({_kind(tree)})" if children is None else _container(tree)
         fix = "convert one of the trees, so that both have the same containers"

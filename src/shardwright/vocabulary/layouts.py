@@ -2,8 +2,8 @@
 
 A layout is a tuple of dims and a mode. The class and its instances have the same attributes:
 `ColumnWise.axes` and `ColumnWise().axes` are both `[[FSDP, SP], TP]`. The dims of a weight are
-`[in, out]`. The dims of an expert weight are `[experts, hidden, intermediate]` (column) or
-`[experts, intermediate, hidden]` (row).
+`[in, out]`. The dims of an expert weight are `[experts, hidden, intermediate]` if it is
+column-wise, and `[experts, intermediate, hidden]` if it is row-wise.
 """
 
 from __future__ import annotations
