@@ -136,7 +136,7 @@ def find_split(weight: Weight, inputs: Inputs | None) -> Split:
         return _split_untracked(weight, inputs)
     fitting = _fitting(weight, [axis for axis in weight.manual if axis in weight.varying])
     # A value may vary over a mesh axis for another reason than its split, for instance because it
-    # was added to an `axis_index`. The split that explains most of the varying axes is preferred.
+    # was added to an `axis_index`. Prefer the split that explains the largest number of axes.
     most = max(map(_count, fitting))
     best = [split for split in fitting if _count(split) == most]
     return best[0] if len(best) == 1 else _split_of_input(weight, inputs, among=best)

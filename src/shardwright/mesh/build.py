@@ -58,7 +58,8 @@ def create_mesh(
         or with names `"dp:2,fsdp:-1,tp:4"` or `{"dp": 2, "fsdp": -1, "tp": 4}`. Each is a total
         over all slices. One may be -1: it gets the remaining devices. In text, a leading `!` keeps
         the device order instead of following the topology inside each slice.
-      axis_names: Names for sizes without names. Defaults to ("dp", "fsdp", "tp", "sp").
+      axis_names: Names of the axes, if `axis_dims` has only sizes. Defaults to ("dp", "fsdp", "tp",
+        "sp").
       backend: Platform, such as "cpu". Defaults to JAX's default platform.
       devices: Devices to use. Defaults to all devices of the backend. Without a -1, the mesh uses
         only as many of the first devices as it needs.

@@ -70,8 +70,8 @@ def parse_mesh(
       spec: One of three forms: `"dp:2,fsdp:-1,tp:4"`, in the order written; `"2,-1,4"` or
         `(2, -1, 4)`, in the order of `axis_names`; or `{"dp": 2, "tp": 4}`. In text, a leading `!`
         keeps the device order, and `dcn.dp:2` names the part of an axis that crosses slices.
-      axis_names: Names for sizes without names. Defaults to `DEFAULT_MESH_AXES`. Not allowed if
-        `spec` names its axes.
+      axis_names: Names of the axes, if `spec` has only sizes. Defaults to `DEFAULT_MESH_AXES`. Not
+        allowed if `spec` names its axes.
       dcn: The part of each axis that crosses slices. None and an empty mapping mean that no part
         is given.
 

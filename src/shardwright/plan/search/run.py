@@ -239,7 +239,7 @@ class _Resolved:
       strategy: Its strategy, with its mesh.
       layout: Assignment of its mesh axes to the slice.
       specs: The resolved annotations of the trace that gave the candidate its rank. Candidates with
-        equal specs have one rank, and are walked together.
+        equal specs are one group, and are walked together.
       rank: Seconds by the closed form.
       held: Bytes of its state on one device.
     """
@@ -268,7 +268,7 @@ class _Search:
       walks: Key of a walked program -> its plans by mode. Candidates that differ only in the order
         of axes share them.
       flops: Upper bound of the operations of all devices, by mode.
-      tokens: Tokens of one run, by mode; 0 if no argument says so.
+      tokens: Tokens of one run, by mode; 0 if no argument has BATCH and a length.
       dropped: Reason -> number of candidates.
       examples: Reason -> a candidate that was dropped for it, with its error.
       refused: Candidates that JAX refuses, and why.

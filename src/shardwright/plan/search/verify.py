@@ -107,7 +107,7 @@ def verify_front(
       found: The result of a search.
       variants: Label -> programs by mode, as they were searched.
       most: How many candidates to compile at most.
-      platform: `tpu` or `cpu`. Defaults to `tpu`.
+      platform: `tpu`, `gpu` or `cpu`. Defaults to the platform of the slice.
       effort: `full` or `low`, see `Target`.
       timeout: Seconds for each compile.
       cache: Folder of compiled results. Defaults to none.
