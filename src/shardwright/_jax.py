@@ -178,7 +178,7 @@ def vary_as(values: Any, others: Any) -> Any:
 
 
 def untracked(values: Any) -> Any:
-    """Return arrays whose types do not have the varying mesh axes of an enclosing `shard_map`.
+    """Return the arrays of a tree without the varying mesh axes in their types.
 
     Use this function only inside `shard_map(check_vma=False)`. There, the results of operations
     have no varying mesh axes in their types.
@@ -378,7 +378,7 @@ def is_in(frame: Any, code: Any) -> bool:
 
 
 def duplicate_spec_errors() -> tuple[type[Exception], ...]:
-    """Return the classes of the errors that JAX raises for a spec with a mesh axis twice.
+    """Return the classes of the errors that JAX raises for a spec that names a mesh axis twice.
 
     JAX exports no name for them.
     """
@@ -417,7 +417,7 @@ def refuses_shardings(error: Exception) -> bool:
     All other errors are faults that the program has on any mesh.
 
     Args:
-      error: An error whose traceback has JAX's own frames, since it was caught inside a trace.
+      error: An error that was caught inside a trace, so that its traceback has JAX's own frames.
     """
     if is_sharding_type_error(error):
         return True

@@ -208,8 +208,8 @@ def _operands(
     }
     if call.recipe.dropout:
         others["seed"] = _seed(options.dropout_key)
-        # Number batch and heads globally, so that the devices of a mesh drop the same weights as
-        # one device.
+        # Use global indices of batch rows and heads, so that the devices of a mesh drop the same
+        # weights as one device.
         integers["batch_index"] = jnp.arange(call.batch)
         integers["head_index"] = jnp.arange(call.heads)
     return Operands(

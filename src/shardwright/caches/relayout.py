@@ -236,7 +236,8 @@ def _copy(
     copies: dict[str, jax.Array] = {}
     for name, array in cache.arrays.items():
         target = NamedSharding(manager.mesh, specs[name])
-        # On a device that both meshes have, the copy may share the memory of the array.
+        # On a device that both meshes have, the copy may share the memory of the array. Do not
+        # delete the array then.
         apart = isinstance(array, jax.Array) and array.sharding.device_set.isdisjoint(
             target.device_set
         )

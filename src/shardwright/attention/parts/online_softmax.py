@@ -1,6 +1,7 @@
 """Softmax in pieces: one running state and one merge for every kernel. All in float32.
 
-For each piece of keys (Rabe and Staats 2021; Dao et al. 2022):
+For each piece of keys, with the logits `s` and the values `v` (Rabe and Staats 2021; Dao et al.
+2022):
 
 - `m' = max(m, max s)`
 - `p = where(mask, exp(s - m'), 0)`

@@ -138,8 +138,8 @@ def run_on_shards(
 
     Args:
       kernel: Function of local operands. It returns an output, and a logsumexp if the call asks for
-        it. It may always return a logsumexp, so that its backward pass reads this result and not a
-        copy.
+        it. It may return a logsumexp in any case: then its backward pass reads this result, and no
+        copy is kept.
       operands: Global arrays.
       call: Description and sharding of the operands.
       opaque: Whether JAX cannot look into the kernel; see `run_opaque`.

@@ -111,7 +111,8 @@ def append(
     """
     counts = jnp.sum(is_token, axis=1, dtype=jnp.int32)
     over = owned.length + counts > capacity
-    # Tokens that start inside a page can touch one page more than tokens that start at a page.
+    # Tokens that start inside a page can touch one page more than tokens that start in the first
+    # row of a page.
     most = min(count_pages(is_token.shape[1] - 1, page_size) + 1, owned.tables.shape[1])
     claim = claims.claim_pages(
         owned.references,
