@@ -42,10 +42,10 @@ def dot_product_attention(
     """Return `softmax(softcap(scale * q k^T + bias)) v`, where the softmax is over visible keys.
 
     Under an ambient manager, q is sharded by (BATCH, QUERY_LENGTH, HEAD, HEAD_DIM), and k and v by
-    (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM). The three shardings follow from the rules of the mode,
-    and are made to fit each other. The result equals that of an unsharded call. Softmax and sums
-    are float32. The output of a query that sees no key is exactly 0. All masks compare positions.
-    In an array that is a mask, True means that the query attends to the key.
+    (BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM). The rules of the mode give the three shardings, which
+    must fit each other. The result equals that of an unsharded call. Softmax and sums are float32.
+    The output of a query that sees no key is exactly 0. All masks compare positions. In an array
+    that is a mask, True means that the query attends to the key.
 
     | positions given | position of a query | position of a key |
     | --- | --- | --- |
