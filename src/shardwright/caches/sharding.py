@@ -227,7 +227,7 @@ def axes_by_dim(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
 
 
 def local_numbers(numbers: jax.Array, axes: tuple[str, ...], size: int) -> jax.Array:
-    """Return this shard's local numbers of slots, rows or pages. Call it in `shard_map`.
+    """Return global slot, row or page numbers as this shard's local ones. Call it in `shard_map`.
 
     Args:
       numbers: Global numbers.

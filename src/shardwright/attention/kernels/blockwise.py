@@ -146,8 +146,7 @@ def forward(operands: Operands, recipe: Arithmetic, *, state: Running | None = N
     rows = grid.q_count * grid.q_block
     before = jax.tree.map(lambda x: blocks.pad_dim(x, 2, rows), state)
 
-    # The two functions below are bodies of loops: `(carry, number of the block) -> (carry,
-    # result)`.
+    # The two functions below are bodies of loops: `(carry, index of the block) -> (carry, result)`.
     def attend_rows(_: None, i: Any) -> tuple[None, Running]:
         row = blocks.query_block(padded, i, grid)
         if before is None:

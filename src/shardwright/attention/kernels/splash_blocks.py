@@ -217,7 +217,7 @@ class _Local:
         """Return the blocks to visit, `[batch or 1, outer blocks, visits]`.
 
         The outer blocks are those of the keys if `keys_outside`, else those of the queries. An
-        entry is `KINDS` times the number of the block to visit, plus the kind of that block. The
+        entry is `KINDS` times the index of the block to visit, plus the kind of that block. The
         remaining entries repeat the last block with the kind EMPTY, so nothing is read for them.
         """
         kinds = _kinds(self.plan, self.rows)
