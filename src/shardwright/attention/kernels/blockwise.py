@@ -1,8 +1,8 @@
 """Attention in blocks of queries and keys: memory linear in length (Dao et al. 2022).
 
-`run` needs unsharded lengths; the batch and the heads may be sharded. Other kernels build on the
-pure functions of this module. They take local arrays, and a kernel calls them for each shard of
-keys inside `shard_map`:
+`run` needs whole sequences on each device; the batch and the heads may be sharded. Other kernels
+build on the pure functions of this module. They take local arrays, and a kernel calls them for each
+shard of keys inside `shard_map`:
 
 - `forward(operands, recipe, state=...)` adds a set of keys to a running state;
 - `finish` adds the sinks and returns output and logsumexp;

@@ -1,8 +1,8 @@
 """cuDNN's flash attention for GPUs, on every shard of the batch and the heads.
 
-Memory is linear in length. Lengths may not be sharded. The result of cuDNN is undefined for a query
-that sees no key; here the output of that query is exactly 0. A small program is compiled once per
-process to find out whether cuDNN works on the machine.
+Memory is linear in length. Each device must hold whole sequences. The result of cuDNN is undefined
+for a query that sees no key; here the output of that query is exactly 0. A small program is
+compiled once per process to find out whether cuDNN works on the machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`jax.nn.dot_product_attention` by XLA, on every shard of the batch and the heads.
 
-XLA computes all logits at once. Lengths may not be sharded. For a query that sees no key, JAX
-returns the mean of the values; here the output is exactly 0.
+XLA computes all logits at once. Each device must hold whole sequences. For a query that sees no
+key, JAX returns the mean of the values; here the output is exactly 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwright.attention.parts.shards import lengths_are_whole, no_weights, ru
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: sharded lengths, or arguments that JAX does not have."""
+    """Return why a call cannot be served: split sequences, or arguments that JAX does not have."""
     return (*lengths_are_whole(call), *no_weights(call), *missing_arguments(call))
 
 

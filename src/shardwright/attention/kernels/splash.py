@@ -1,9 +1,9 @@
 """Splash: sparse flash attention for TPUs, by Pallas kernels on every shard of batch and heads.
 
 Memory is linear in length, blocks in which no query sees a key are skipped, and scores are scaled
-in float32. Lengths may not be sharded. On a CPU the kernels are interpreted: correct but slow, for
-tests. The kernels take multiples of 128 rows, and operands ordered by head. Operands of other
-lengths are padded, which copies them.
+in float32. Each device must hold whole sequences. On a CPU the kernels are interpreted: correct but
+slow, for tests. The kernels take multiples of 128 rows, and operands ordered by head. Operands of
+other lengths are padded, which copies them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_BLOCKS = 2**17
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: a GPU, sharded lengths, or unsupported arguments."""
+    """Return why a call cannot be served: a GPU, split sequences, or unsupported arguments."""
     return (*lengths_are_whole(call), *no_weights(call), *not_in_splash(call))
 
 

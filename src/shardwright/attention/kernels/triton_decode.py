@@ -39,7 +39,7 @@ _PROGRAMS = 256
 
 
 def supports(call: AttentionCall) -> tuple[str, ...]:
-    """Return why a call cannot be served: sharded lengths, many queries, or a missing feature."""
+    """Return why a call cannot be served: split sequences, many queries, or a missing feature."""
     return (*lengths_are_whole(call), *not_in_triton(call), *inside_shard_map(call))
 
 
