@@ -1,4 +1,4 @@
-"""Read chips, slices of TPUs and domains of GPUs: their rates, usable memory and shapes.
+"""Read the data of chips, slices of TPUs and domains of GPUs: rates, usable memory and shapes.
 
 The values are in `hardware.toml`, each with its source and date. A file of the user can replace
 them.
@@ -29,7 +29,7 @@ _NETWORKS: Final = ("infiniband_gbps", "roce_gbps", "efa_gbps", "tcpx_gbps", "tc
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Keys:
-    """The keys of a table of `hardware.toml`.
+    """The keys of a table of `hardware.toml`, by the kind of their values.
 
     Attributes:
       numbers: Positive integers.

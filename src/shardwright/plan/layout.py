@@ -1,9 +1,9 @@
 """Assign the axes of a mesh to the links of a slice, and compute the rate of each mesh axis.
 
 On TPUs, the assignment is that of `jax.experimental.mesh_utils.create_device_mesh`: the last mesh
-axis is assigned first, to whole physical axes whose product is its size, as many as possible. If
-there are no such axes for some mesh axis, all mesh axes are assigned anew, to whole physical axes
-and parts of them. A part is not a ring.
+axis is assigned first. Each gets as many whole physical axes as possible, with its size as the
+product of their lengths. If there are no such axes for some mesh axis, all mesh axes are assigned
+anew, to whole physical axes and parts of them. A part is not a ring.
 
 The GPUs of a domain have one physical axis, and are all equally near. A domain counts as a slice.
 """

@@ -115,7 +115,7 @@ class PlanReport:
       walked: Collectives, operations and memory of the traced program.
       strategy: Name of the strategy.
       mesh: The mesh as text, `fsdp:2,tp:4`.
-      state: Bytes of the arguments, and of the gradients if one of them is optimizer state.
+      state: Bytes of the arguments. If an argument is optimizer state, also those of the gradients.
       layout: Assignment of the mesh axes to a slice, or None if no slice was given.
       attention: The calls of attention, and the implementation that each takes.
       time: The time of one run on the slice, as a range; None if no slice was given.

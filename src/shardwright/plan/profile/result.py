@@ -116,7 +116,7 @@ class Profile:
       collectives: Collectives, most time first.
       axes: Time of the collectives by semantic axis, most time first.
       lines: Time of computing by line of the model, most time first.
-      traffic: Bytes by mesh axes, as planned and as compiled, with reasons.
+      traffic: Bytes by mesh axes, as planned and as compiled, and why they differ.
       others: Other programs in the profile -> time of their operations on one device, in all runs.
     """
 

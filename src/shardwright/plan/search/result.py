@@ -64,12 +64,12 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Upper end of the estimated time of one run of each mode, all runs together."""
+        """Upper end of the estimated time to run each mode once, one after another."""
         return sum(seconds_of(report) for report in self.reports.values())
 
     @property
     def min_seconds(self) -> float:
-        """Lower end of the estimated time of one run of each mode, all runs together."""
+        """Lower end of the estimated time to run each mode once, one after another."""
         times = [report.time for report in self.reports.values()]
         return sum(time.low for time in times if time is not None)
 

@@ -114,7 +114,7 @@ class Peak:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Padded:
-    """A copy of a written array in a padded layout. Only the upper end of the peak counts it.
+    """A copy, in a padded layout, of an array that is written. Only the peak's high end counts it.
 
     Attributes:
       buffer: The copy.
