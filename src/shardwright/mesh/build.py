@@ -267,8 +267,8 @@ def arrange_devices(spec: MeshSpec, devices: Sequence[Any]) -> np.ndarray:
     Raises:
       MeshSpecError: There are more than 32 axes; the number of devices is not the product of the
         sizes; a device occurs twice; the devices are of several platforms; the slices differ in
-        size, do not match `spec.dcn`, or cannot split a pipeline or data axis; or the torus cannot
-        form the mesh.
+        size, or do not match `spec.dcn`; no pipeline or data axis can be split over the slices; or
+        the torus cannot form the mesh.
     """
     # JAX cannot read an array of devices with more than 32 dims. An abstract mesh has no devices,
     # and may have more axes.

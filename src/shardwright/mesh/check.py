@@ -37,7 +37,7 @@ class Part:
 
 
 def check_axes(axes: Sequence[tuple[object, object]]) -> dict[str, int]:
-    """Return (name, size) pairs as a dict of exact `str` and `int`.
+    """Return (name, size) pairs as a dict of plain `str` and `int`.
 
     Raises:
       MeshSpecError: A name is not allowed or occurs twice, or a size is not a positive integer.

@@ -1,7 +1,7 @@
 """Assign the axes of a mesh to the links of a slice, and compute the rate of each mesh axis.
 
 On TPUs, the assignment is that of `jax.experimental.mesh_utils.create_device_mesh`: the last mesh
-axis is assigned first. Each gets as many whole physical axes as possible, with its size as the
+axis is assigned first. Each mesh axis gets as many whole physical axes as possible. Its size is the
 product of their lengths. If there are no such axes for some mesh axis, all mesh axes are assigned
 anew, to whole physical axes and parts of them. A part is not a ring.
 
