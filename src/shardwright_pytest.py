@@ -88,7 +88,10 @@ def _ask_for(config: pytest.Config, count: int) -> None:
 
 
 def _restore(config: pytest.Config) -> None:
-    """Reset JAX_NUM_CPU_DEVICES after JAX has read it, so that processes of tests do not get it."""
+    """Restore JAX_NUM_CPU_DEVICES after JAX has read it.
+
+    Otherwise, processes that tests start would inherit the changed value.
+    """
     if _BEFORE not in config.stash:
         return
     before = config.stash[_BEFORE]

@@ -310,7 +310,7 @@ def test_leaves_that_are_not_arrays() -> None:
     problems = [(problem.path, problem.what) for problem in caught.value.problems]
     assert ("name", "the leaf is str, not an array") in problems
     assert len(problems) == 2
-    assert "leave it out of the tree" in caught.value.problems[0].fix
+    assert "leave this leaf out of the tree" in caught.value.problems[0].fix
 
 
 def test_reduction_by_a_function_keeps_the_other_dims() -> None:

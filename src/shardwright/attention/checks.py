@@ -221,8 +221,8 @@ def check_range(name: str, given: Any, low: int, high: int, fix: str) -> None:
 def check_dropout(q: Any, key: Any, split: frozenset[str]) -> None:
     """Refuse dropout inside a `shard_map` that splits q, unless each shard has its own key.
 
-    Inside the `shard_map`, rows and heads have local numbers. So with one key, every shard would
-    drop the same weights.
+    Inside the `shard_map`, each shard numbers its rows and heads from 0. So with one key, every
+    shard would drop the same weights.
 
     Args:
       q: The queries.

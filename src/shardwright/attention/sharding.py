@@ -243,7 +243,7 @@ def _mesh_axes(resolution: Resolution) -> list[MeshAxes]:
 
 
 def _free(decision: DimDecision) -> MeshAxes:
-    """Return the mesh axes of a dim that no surrounding `shard_map` has applied."""
+    """Return the mesh axes of a dim, without those that a surrounding `shard_map` has applied."""
     return tuple(axis for axis in decision.mesh_axes if axis not in decision.manual)
 
 

@@ -140,7 +140,10 @@ class KVCache(abc.ABC):
         return self._sharding.with_specs(self.buffers, self.buffer_axes)
 
     def axes(self) -> Self:
-        """Return a copy with annotations in place of its arrays, for the role activation."""
+        """Return a copy with annotations in place of its arrays.
+
+        Resolve these annotations with the role `activation`.
+        """
         annotations: dict[str, Any] = self.array_axes
         return dataclasses.replace(self, **annotations)
 

@@ -106,9 +106,10 @@ def read_model(name: str, params: str, inputs: Sequence[str]) -> NamedModel:
             and argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
         ]
         key = [jax.random.key(0)] if required else []
-        # `jax.eval_shape` returns arrays only, so `_arrays` puts all other leaves into `result`.
+        # `jax.eval_shape` returns arrays only, so `_arrays` appends a `_Params` with all other
+        # leaves to `result`.
         shapes = jax.eval_shape(lambda *keys: _arrays(init(*keys), result), *key)
-    # `eval_shape` traces the function once, so it puts one value into the list.
+    # `eval_shape` calls its function once, so `result` has one `_Params`.
     (found,) = result
     fix = f"add one --input for each array after the parameters, in order: {_INPUT_EXAMPLE}"
     check_call(name, forward, None, *pairs, fix=fix)  # None is for the parameters
@@ -165,7 +166,7 @@ _ARRAY = object()
 
 
 def _arrays(params: Any, result: list[_Params]) -> list[Any]:
-    """Return the arrays of a tree of parameters. Append its other leaves to `result`."""
+    """Return the arrays of a tree of parameters. Append a `_Params` to `result`."""
     leaves, tree = jax.tree.flatten(params, is_leaf=is_array_spec)
     # A number, such as a probability, is not an array: it would be traced, and no model could
     # branch on it.

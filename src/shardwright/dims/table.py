@@ -246,14 +246,17 @@ def cut(
 
 @functools.lru_cache(maxsize=4096)
 def stack(count: int, shape: DimSizes, axis: int) -> Correspondence:
-    """Return how dims correspond if arrays become the rows of a new dim."""
+    """Return how dims correspond if arrays are stacked along a new dim."""
     every = [(dim,) for dim in range(len(shape))]
     return _made(shape, [every[:axis] + every[axis + 1 :]] * count, [every])
 
 
 @functools.lru_cache(maxsize=4096)
 def unstack(shape: DimSizes, axis: int) -> Correspondence:
-    """Return how dims correspond if the rows of a dim become arrays. This needs the whole dim."""
+    """Return how dims correspond if an array is split into one array per index of a dim.
+
+    This needs the whole dim.
+    """
     every = [(dim,) for dim in range(len(shape))]
     rows = [every[:axis] + every[axis + 1 :]] * shape[axis]
     return _made(shape, [every], rows, roles={axis: FactorRole.CHANGED})

@@ -12,8 +12,9 @@ from shardwright.inference.facts import ActivationOrigin, Facts, Matmul, nearest
 from shardwright.inference.names import LENGTHS, Names, outputs_of, summed_over, with_slices
 from shardwright.vocabulary.axes import HEAD, HEAD_DIM, KV_HEAD, LENGTH
 
-# The factor of the query heads that share one kv head. GROUP is only a name inside inference, and
-# not an axis: annotations spell (KV_HEAD, GROUP) as HEAD.
+# The dim of the query heads is a product of two factors, (KV_HEAD, GROUP). The size of GROUP is the
+# number of query heads that share one kv head. GROUP is only a name inside inference, and not an
+# axis: annotations spell (KV_HEAD, GROUP) as HEAD.
 GROUP: Final = "__GROUP__"
 _HEADS: Final = frozenset({HEAD, KV_HEAD, GROUP})
 

@@ -174,8 +174,8 @@ def _trace(
                 error=StrategyError,
                 what=f"the leaf is {type(leaf).__name__}, not an array",
                 path=path_text(path),
-                fix="infer_axes takes trees of arrays: leave it out of the tree, and pass it by a "
-                "closure or functools.partial",
+                fix="leave this leaf out of the tree, and pass it by a closure or "
+                "functools.partial: infer_axes takes trees of arrays",
             )
             for path, leaf in wrong
         ]

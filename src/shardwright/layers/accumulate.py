@@ -124,9 +124,9 @@ def accumulate(
     Returns:
       Function of (params, batch, channel, *, key). `params` are the parameters as stored. `batch`
       is a tree of arrays whose dim 0 is BATCH. `channel` is None, or the result of
-      `fp8.new_channel(scaling, uses=n)`. From `key`, a JAX key or None, each microbatch of each
-      device gets its own key. The leaves of `sent` and `seen` are maxima over all devices, not
-      sums. With delayed scaling, pass both to `fp8.update`.
+      `fp8.new_channel(scaling, uses=n)`. `key` is None or a JAX key. If it is a key, each
+      microbatch of each device gets its own key, derived from `key`. The leaves of `sent` and
+      `seen` are maxima over all devices, not sums. With delayed scaling, pass both to `fp8.update`.
 
     Raises:
       IndivisibleError: n does not divide the examples of a device.

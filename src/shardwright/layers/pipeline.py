@@ -42,10 +42,9 @@ def pipeline(
 
     Without a manager, or if its strategy has no `[pipeline]`, this is `jax.lax.scan` over the
     layers. With `[pipeline]`, the batch is cut into m microbatches. For any size of pp, the result
-    is that of the scan, run separately on each microbatch. So each microbatch has dropout masks, a
-    capacity of experts and fp8 scales of its own. In a tick, each stage runs its layers on one
-    microbatch. Over pp, the devices send only the microbatches and, once per tick, the results of
-    layers.
+    is that of the scan, run separately on each microbatch. So each microbatch has its own dropout
+    masks, expert capacity and fp8 scales. In a tick, each stage runs its layers on one microbatch.
+    Over pp, the devices send only the microbatches and, once per tick, the results of layers.
 
     For the backward pass, each stage keeps only its input of each tick. The backward pass computes
     the layers of the stage again.

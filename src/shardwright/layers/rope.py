@@ -22,8 +22,8 @@ class RopeFrequencies:
     """Frequencies other than the powers of one theta; see `layers.rope_frequencies`.
 
     Attributes:
-      values: Radians per position, one for each point. A point is two elements of a head that are
-        rotated together.
+      values: One frequency for each point, in radians per position. A point is two elements of a
+        head that are rotated together.
       scale: Factor of the rotated elements, `attention_factor` in YaRN and LongRoPE.
 
     Raises:

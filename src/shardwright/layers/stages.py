@@ -232,10 +232,10 @@ class Stages:
     def _ticks(self, stack: Any, stream: Any, rows: Any, keys: Any) -> tuple[Any, Any]:
         """Run the ticks of one stage. All arrays are local over pp.
 
-        At the start, each stage holds q microbatches: microbatch s q + j is at stage s, in place j
-        of the stream. In tick t, each stage passes the content of place t modulo q to the previous
-        stage. So microbatch t is at stage 0 in tick t. The last stage puts its results in the same
-        place, and later ticks move each result to the stage that its microbatch came from.
+        At the start, each stage holds q microbatches: microbatch `s * q + j` is at stage s, in
+        place j of the stream. In tick t, each stage passes the content of place t modulo q to the
+        previous stage. So microbatch t is at stage 0 in tick t. The last stage puts its results in
+        the same place, and later ticks move each result to the stage that its microbatch came from.
         """
         count, stages, repeats = self.cut.count, self.cut.stages, self.repeats
         stack = self.copied(stack)
@@ -392,7 +392,8 @@ def put(tree: Any, values: Any, place: Any) -> Any:
 
 def select(condition: Any, yes: Any, no: Any) -> Any:
     """Return one of two trees, chosen by a traced scalar."""
-    # Do not use `jnp.where`, which would keep the condition of each element for the backward pass.
+    # Do not use `jnp.where`: it broadcasts the scalar to the shape of each leaf, and would keep
+    # these arrays for the backward pass.
     return jax.tree.map(functools.partial(jax.lax.select, condition), yes, no)
 
 

@@ -537,7 +537,7 @@ def _scan(
 def _over_microbatches(after: Any) -> Any:
     """Return the state of an MoE layer, given a state with a leading dim of microbatches.
 
-    A router loss is a mean over tokens. So is the mean of the losses of microbatches of equal size.
+    Microbatches have equal sizes, so the router loss is the mean of their router losses.
     """
     if after is None:
         return None

@@ -115,9 +115,9 @@ class _EnteredManager:
       key: The manager's key in JAX's caches.
       mesh: The entered context of the manager's mesh, or None.
       task: The asyncio task that entered the manager, or None.
-      outer: The former value of the context variable. None after the manager was left; otherwise
-        tasks that create tasks would keep all earlier entries alive.
-      is_left: Whether the manager was left.
+      outer: The former value of the context variable. None after this `with pm:` has ended;
+        otherwise tasks that create tasks would keep all earlier entries alive.
+      is_left: Whether this `with pm:` has ended.
     """
 
     manager: Any
@@ -207,8 +207,9 @@ def _undo(entry: _EnteredManager) -> None:
         _FLOW.set(entry.outer)
     entry.is_left, entry.outer = True, None
     if stack[-1] is not entry:
-        # The innermost entry still applies, so the ambient mesh and the key stay as they are. The
-        # mesh that was ambient before this entry is restored when the next entry with a mesh ends.
+        # The innermost entry still applies, so the ambient mesh and the key stay as they are. Of
+        # the entries above this one, the first with a mesh takes over the mesh context of this
+        # entry. So when that entry ends, it restores the mesh that was ambient before this entry.
         position = stack.index(entry)
         above = next((other for other in stack[position + 1 :] if other.mesh is not None), None)
         if above is not None and entry.mesh is not None:

@@ -498,8 +498,9 @@ class PartitionManager(Manager):
         donated it.
 
         Args:
-          step: Function of the state and the inputs. It returns the new state, of the same
-            structure, shapes and dtypes, and any other tree of results, such as the loss.
+          step: Function of the state and the inputs. It returns a pair: the new state, with the
+            structure, shapes and dtypes of the old state, and any tree of results, such as the
+            loss.
           state: The state, or `ShapeDtypeStruct`s with shardings, as `abstract` and
             `abstract_state` return them.
           *inputs: One per input of the step: an annotation for all of its arrays, or a tree of

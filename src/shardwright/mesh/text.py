@@ -54,8 +54,9 @@ class MeshSpec:
             for name, size in zip(self.names, self.dcn, strict=False)
             if size > 1
         ]
-        # If all DCN parts are 1, no axis crosses slices. Without DCN parts, a default axis does.
-        # So the text shows a part of 1.
+        # The text leaves out DCN parts of 1. But a text without any DCN part means that a default
+        # axis crosses slices. So if all parts are 1, which means that no axis crosses slices, the
+        # text shows the part of the first axis, such as `dcn.dp:1`.
         if self.dcn and not crossing:
             crossing = [f"{DCN}{self.names[0]}:1"]
         return (CONTIGUOUS if self.contiguous else "") + ",".join(crossing + parts)

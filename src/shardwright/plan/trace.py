@@ -73,8 +73,8 @@ class Trace:
       jaxpr: The program.
       inputs: Per input, its annotation as a request, or its sharding, or None if it is replicated.
       outputs: Per output, its annotation as a request, or None if the program decides its sharding.
-      unclear: Outputs whose annotation belongs to arguments of several roles. For each of these
-        outputs, one request per role.
+      unclear: Outputs with several possible roles: by annotation and shape, such an output may be
+        a weight or its moment, for example. For each of these outputs, one request per role.
       answers: The requests whose answers may have changed the trace.
       mesh: Size of each mesh axis.
       attention: Rules of the strategy that choose an implementation of attention.
@@ -292,7 +292,7 @@ def trace(
     # A loop may compute values that nothing uses. JAX keeps them and compilers remove them, so they
     # are removed before the walk.
     whole = _jax.without_refs(traced.jaxpr).jaxpr
-    # `instantiate` keeps unused inputs, because `inputs` has an entry for each argument.
+    # Keep unused inputs (`instantiate=True`), because `inputs` has an entry for each argument.
     jaxpr, _ = dce_jaxpr(whole, [True] * len(whole.outvars), instantiate=True)
     goals: tuple[ShardingRequest | None, ...] = (None,) * len(traced.jaxpr.jaxpr.outvars)
     if outputs is not None:

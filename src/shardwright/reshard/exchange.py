@@ -59,7 +59,8 @@ def sends_of(source: DeviceGrid, target: DeviceGrid) -> tuple[Send, ...]:
     for receiver, (device, block) in enumerate(zip(target.devices, target.blocks, strict=True)):
         own = place.get(device)
         for unit, offset in _units_in(block, target.counts, units):
-            # The lcm is a multiple of the source counts, so no unit lies in two source blocks.
+            # `units` is the lcm of the source and target counts, so no unit lies in two source
+            # blocks.
             holder = tuple(
                 number * count // total
                 for number, count, total in zip(unit, source.counts, units, strict=True)

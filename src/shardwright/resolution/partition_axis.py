@@ -199,7 +199,8 @@ class PartitionAxis(Attributes):
         problems: list[Problem] = []
         values = {name: self._value(name) for name in _AXES}
         decode = {name: getattr(self, _DECODE + name) for name in DECODE_ATTRIBUTES}
-        # A stored hidden dim is (fsdp, sp), as in the layout `ColumnWise`, [[FSDP, SP], TP].
+        # The hidden dim of a stored weight is sharded over (fsdp, sp), as in the layout
+        # `ColumnWise`, [[FSDP, SP], TP].
         stored = joined_names(
             ("fully_sharded_data_parallel_axis", "sequence_parallel_axis"),
             functools.partial(getattr, self),

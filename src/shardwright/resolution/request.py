@@ -44,19 +44,19 @@ class ShardingRequest(NamedTuple):
     mode_from: ModeFrom = ModeFrom.CALL
 
     def of(self, role: Role, shape: tuple[int, ...]) -> ShardingRequest:
-        """Return the same question for another role and shape."""
+        """Return a copy with another role and shape."""
         return self._replace(role=role, shape=shape)
 
     def under(self, mode: str | None) -> ShardingRequest:
-        """Return the question with the manager's mode, if the question has no mode of its own."""
+        """Return the request with the manager's mode, if the request has no mode of its own."""
         if self.mode is not None or mode is None:
             return self
         return self._replace(mode=mode, mode_from=ModeFrom.MANAGER)
 
     def normalized(self) -> ShardingRequest:
-        """Return the same question with its values checked and in one form.
+        """Return the same request in canonical form, with its values checked.
 
-        Two questions that mean the same then compare equal.
+        The canonical forms of two requests that mean the same are equal.
 
         An `ArraySpec` has its own shape, and its role defaults to param.
 

@@ -117,7 +117,7 @@ def explain_request(request: ShardingRequest, rules: AxisRules, sizes: MeshSizes
         normal = request.normalized()
     except ShardingError as error:
         return _refused(request, error)
-    # Equal questions that are written differently, such as a list and a tuple, share one entry.
+    # Requests that mean the same, such as one with a list and one with a tuple, share one entry.
     # Managers on different meshes may share the rules, so the sizes are part of the key.
     key = (normal, sizes.pairs)
     resolution: Resolution | None = rules._cache[key]

@@ -72,8 +72,8 @@ def parse_rules(data: Mapping[str, Any], origin: KeySources) -> ParsedTables:
     problems: list[Problem] = []
     for path, table, role in rule_tables(data):
         is_array = path[0] in ARRAYS and len(path) > 1
-        # The tables of an array form one table for look-ups. Only `orders` keeps the order of their
-        # rules.
+        # For look-ups, all `[[rules]]` tables form one table, and so do all `[[params]]` tables.
+        # Only `orders` keeps the order of their rules.
         home = path[:1] if is_array else path
         parsed = tables.setdefault(home, {})
         for key, text in table.items():

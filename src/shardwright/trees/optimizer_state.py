@@ -361,7 +361,8 @@ class _StateIndex:
     def _owner(self, path: Path) -> Leaf | None:
         """Return the parameter whose path is the end of an array's path, or None.
 
-        The part of the state above this end must have the structure of the parameters.
+        The rest of the array's path must lead to a part of the state that has the structure of the
+        parameters.
         """
         # Try the longest end of the path first: the path of parameter `w` is also an end of the
         # path `a/w`.

@@ -349,7 +349,8 @@ def _arranged(
         split.insert(0, [(EMPTY, len(names))])
     flat = [each for members in split for each in members]
     wanted = [axis for members in _members(spec) for axis, _ in members]
-    # A norm of heads has the axis NORM here, but the axis of the head dim in a checkpoint.
+    # A tensor with one dim has only one order, so do not compare its axis. For example, the scale
+    # of `q_norm` has the axis NORM in the decoder, and HEAD_DIM in the checkpoint.
     axes = wanted if len(flat) == 1 else [axis for axis, _ in flat]
     if sorted(axes) != sorted(wanted):
         raise AssertionError(f"{path} has the axes {wanted}, and {names} have {axes}")

@@ -88,7 +88,8 @@ def _ranked_rules(
         size = None if sizes is None else sizes.get(name)
         chain, ranks = _chain(pm, axis, role, name, size)
         for at, axes in enumerate(chain):
-            # Rules keep their order. Additions of the strategy, such as a fallback, come last.
+            # With `order = "rules"`, sort by rank. Entries without a rank, such as a fallback, come
+            # last.
             rank = (0, *ranks[at]) if is_ordered and at < len(ranks) else (is_ordered, 0, 0, 0)
             ranked.append(((rank, place, at), (name, axes)))
     return tuple(pair for _, pair in sorted(ranked, key=lambda entry: entry[0]))

@@ -86,8 +86,8 @@ def _rank(flat: Any, experts: int) -> tuple[Any, Any]:
     # run.
     order = jnp.argsort(flat, stable=True)
     place = jnp.arange(flat.size, dtype=jnp.int32)
-    # The scatter inverts the permutation `order`: `order` has the copy of each place, and the
-    # result has the place of each copy.
+    # The scatter inverts the permutation `order`: `order[place]` is the copy at a place in the
+    # sort, and `result[copy]` is the place of a copy.
     return load, jnp.zeros_like(flat).at[order].set(place)
 
 

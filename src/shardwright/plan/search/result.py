@@ -146,7 +146,8 @@ class SearchReport:
         `does not fit`, it is the candidate that needs the least memory.
       fixed_axes: Mesh axes of the strategies that have size 1 in every candidate, because `axes`
         leaves them out.
-      refused: Candidates on Explicit meshes that JAX refuses, and why. They come after all others.
+      refused: Candidates on Explicit meshes that JAX refuses, and why. They are not in
+        `candidates`.
     """
 
     topology: Topology

@@ -2,10 +2,11 @@
 
 Every candidate is resolved, and its state is counted. A walk over the trace of a candidate then
 plans this candidate. In a small space, all candidates are walked. In a large space, three quarters
-of the walks are for the candidates that are fastest by a closed form. The last quarter is for the
-candidates with the smallest state. A trace takes the most time, and most meshes need a trace of
-their own. So, where the program allows it, one trace on a single device is used to rank all
-candidates. Only candidates that are walked get a trace of their own. Nothing is compiled.
+of the walks are for the candidates that a closed form of the time ranks first (see `rank`). The
+last quarter is for the candidates with the smallest state. A trace takes the most time, and most
+meshes need a trace of their own. So, where the program allows it, one trace on a single device is
+used to rank all candidates. Only candidates that are walked get a trace of their own. Nothing is
+compiled.
 """
 
 from __future__ import annotations
@@ -576,7 +577,7 @@ class _Search:
             in_mode = manager.for_mode(mode)
             traces[mode] = shared = self._trace(in_mode, mode)
             key += (_key(shared, in_mode, resolve_all(in_mode, shared.requests, sizes)),)
-        # Settings may change nothing, so several points of a strategy may be one program.
+        # Some settings change nothing, so several points of a strategy can have the same program.
         layout = each.layout
         program_on_links = (each.point.name, key, repr((layout.parts, layout.crossing)))
         if program_on_links in seen:
@@ -631,8 +632,9 @@ def _key(
             manager.mesh.axis_types,
             *(manager.answer(known.request).spec for known in traced.answers),
         )
-    # Each Explicit candidate has its own trace. Leave out its number: with equal answers, the
-    # equations are equal too.
+    # Each candidate on an Explicit mesh has a trace of its own, so the number of the trace would
+    # make every key different. Leave out this number: traces with equal answers have equal
+    # equations.
     number = -1 if traced.typed_for is not None else shared.number
     memory = (manager.rules.memory, manager.rules.saved)
     return number, answers, memory, tuple(each.dims for each in resolved)

@@ -179,7 +179,8 @@ def _known_reasons(
             for kind in _MOVED
             if row.planned.get(kind, 0) > row.compiled.get(kind, 0)
         }
-        # Count bytes in the planned element type, because the conversion is a separate reason.
+        # Count bytes in the planned element type: the bytes that another element type adds are in
+        # a reason of their own, below.
         parts = sum(converted[id(each)].planned for each in permutes)
         kinds = " and ".join(missing) or "other collectives"
         yield _reason(

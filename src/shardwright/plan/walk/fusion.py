@@ -123,8 +123,9 @@ def _is_repeated(buffer: Buffer, reads: Reads, fusion: Fusion, fused: set[Buffer
     # operands together take no more memory than the value.
     operands = {each for operand in buffer.operands or () for each in held(operand, fused)}
     if fusion is Fusion.NARROW and reads.matmuls.get(buffer, 0) > 1:
-        # A slice that a loop reads in place takes no memory, but reading it takes time. So XLA
-        # computes the gradient of a gate, which reads such slices, once for its two matmuls.
+        # A slice that a loop reads in place takes no memory, but reading it takes time, so count it
+        # as an operand. XLA computes the gradient of a gate from such slices, and does so only
+        # once, although two matmuls use this gradient.
         operands |= {each for each in _closest(buffer, _is_start) if each.operands is not None}
     # `MOST` also fuses a value with a small operand, such as the mean of each row. `NARROW` and
     # `WIDE`, which give the upper end, do not fuse it. Otherwise the upper end would be 0.96 of the

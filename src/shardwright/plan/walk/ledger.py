@@ -387,7 +387,7 @@ class Ledger:
           location: The equation that needs it.
           dtype: Element type.
           origins: Why each mesh axis shards its dim.
-          devices: Devices of one group. Defaults to all devices along the mesh axes.
+          devices: Number of devices in one group. Defaults to the number along the mesh axes.
         """
         chosen = set(mesh_axes)
         axes = tuple(axis for axis in self.mesh if axis in chosen)

@@ -3,8 +3,8 @@
 XLA splits such an operation over groups of devices, one level after the other. At each level it
 chooses one of three methods, named here by the dims that stay sharded:
 
-* `columns`: the dims of the table that each row has whole. The indices are all-gathered, and the
-  rows move to the sharding of the columns.
+* `columns`: the dims of the table that each row spans completely. The indices are all-gathered, and
+  the rows move to the sharding of the columns.
 * `entries`: the dims that the indices select from. Each device looks up its own entries. For a
   gather, the rows are then summed over the devices.
 * `tokens`: the dims of the indices. For a gather, the table is all-gathered. For a scatter, the
@@ -42,7 +42,7 @@ class Lookup:
       shapes: Shapes of the table, the indices and the rows. The rows are the results of a gather,
         or the updates of a scatter.
       itemsizes: Bytes of an element of each of these arrays.
-      columns: Dim of the table -> dim of the rows, for the dims that each row has whole.
+      columns: Dim of the table -> dim of the rows, for dims that each row spans completely.
       entries: Dims of the table that indices select from.
       tokens: Dim of the indices -> dim of the rows.
       adds: Whether rows are added to the table. If not, they are read from it.

@@ -207,8 +207,8 @@ def _follow(jaxpr: Any, step: PlanStep, location: WalkLocation, origins: dict[st
         elif (body := called_jaxpr(equation)) is not None:
             _follow(body, step, location, origins)
         elif name == "cond":
-            # Note the collectives of all branches, since each may run. Of the work, count only that
-            # of the branch with the most.
+            # Any branch may run, so note the collectives of all branches. Only one branch runs, so
+            # `Work.either` does not add up their work.
             done, of_branches = ledger.work, []
             for branch in run_bodies(equation):
                 ledger.work = Work()

@@ -40,7 +40,7 @@ class Scope:
       settled: Variable -> its complete sum, for partial sums that were already completed.
       moved: (variable, dims, use) -> the moved value, for moves that were already noted.
       masks: Mask that the program computes twice -> the sharding that the uses of both require.
-      mask_origins: Mesh axis -> an origin that explains it in the sharding of a mask.
+      mask_origins: Mesh axis -> the `Origin` to give for this mesh axis if it shards a mask.
     """
 
     ledger: Ledger
