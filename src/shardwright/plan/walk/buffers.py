@@ -110,7 +110,8 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
         keep_copies((step.values[at].buffer for (at,) in single), ledger.timeline)
         pairs = zip(step.avals, step.values, strict=True)
         shapes = [ledger.local_shape(aval, value.dims) for aval, value in pairs]
-        _mark_row(step.equation, births[0], shapes)
+        _mark_row(step.equation, births[0], shapes, tiled=ledger.tiled)
+        _mark_summed(step)
     copies = padded_copies(step.equation, births, ledger.timeline)
     copies += turned_copies(step.name, births)
     held, sent = _hold_parts(step, births, _parts(step, values))
@@ -319,8 +320,14 @@ def _unadded(
     timeline.add([], [copy], after=birth)
 
 
-def _mark_row(equation: Any, result: Buffer | None, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Note the bytes of the matmul operand that has the last dim of the result."""
+def _mark_row(
+    equation: Any,
+    result: Buffer | None,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    tiled: bool = False,
+) -> None:
+    """Note the size of the matmul operand that has the last dim of the result."""
     if result is None:
         return
     contracted, batch = (dims[1] for dims in equation.params["dimension_numbers"])
@@ -330,6 +337,19 @@ def _mark_row(equation: Any, result: Buffer | None, shapes: Sequence[tuple[int, 
     batch = equation.params["dimension_numbers"][1][at]
     size = math.prod(size for dim, size in enumerate(shapes[at]) if dim not in batch)
     result.row = whole_bytes(size, equation.invars[at].aval.dtype)
+    result.weight = size if tiled else 0
+
+
+def _mark_summed(step: PlanStep) -> None:
+    """Unmark the matmuls whose last dim a matmul sums over: only their rows may be made inside it.
+
+    A TPU runs `g @ w.T` inside the kernel of `x.T @ (g @ w.T)`, which sums over rows.
+    """
+    (contracted, _) = step.parameters["dimension_numbers"]
+    for value, aval, dims in zip(step.values, step.avals, contracted, strict=True):
+        if value.buffer is not None and aval.ndim - 1 in dims:
+            for root in roots(value.buffer):
+                root.weight = 0
 
 
 def _copies(step: PlanStep) -> list[Buffer]:

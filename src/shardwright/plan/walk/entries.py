@@ -30,6 +30,7 @@ class Buffer:
       reduced: Whether a reduction reads it.
       row: If it is the result of a matmul: bytes of the operand that has the last dim of the
         result. Every row needs this operand.
+      weight: Elements of that operand, in plans for TPUs. Otherwise 0.
       turned: Whether it is the result of a matmul, and a transpose moves its last dim.
       across: Whether its first dim is along the lanes of a TPU, because its last dim is short.
       dtype: Element type, or "" if it is not known.
@@ -46,6 +47,7 @@ class Buffer:
     costly: bool = False
     reduced: bool = False
     row: int = 0
+    weight: int = 0
     turned: bool = False
     across: bool = False
     dtype: str = ""

@@ -25,9 +25,11 @@ from typing import Final
 from shardwright.plan.walk.entries import LOOPS, TEMPORARY, Buffer, Entry, Live, Padded, Peak
 from shardwright.plan.walk.fusion import (
     Fusion,
+    Reads,
     find_reads,
     fused_buffers,
     inside_kernels,
+    nested_matmuls,
     read_instead,
     roots,
 )
@@ -146,7 +148,7 @@ class Timeline:
         ]
         # Some compiled programs are like NARROW, others like WIDE. So the upper end is the larger
         # of the two.
-        most = [max(self._highest(choices, results, kept, reserved), key=_bytes)]
+        most = [max(self._highest(choices, results, kept, reserved, reads), key=_bytes)]
         recomputes = self.recomputes or any(entry.inner.recomputes for entry in self._entries)
         # XLA takes the best of several schedules. In programs with loops, the best schedule is
         # often depth-first, so the larger of the two choices counts. In other programs, the best
@@ -155,7 +157,7 @@ class Timeline:
             program = self._entries
             loops = within or any(entry.loop for entry in program)
             self._entries = _depth_first(program, [*results, *written])
-            ends = self._highest(choices, results, kept, reserved)
+            ends = self._highest(choices, results, kept, reserved, reads)
             most.append((max if loops else min)(ends, key=_bytes))
             self._entries = program
         high, live = max(most, key=_bytes)
@@ -199,15 +201,20 @@ class Timeline:
 
     def _highest(
         self,
-        choices: Iterable[Iterable[set[Buffer]]],
+        choices: Iterable[Sequence[set[Buffer]]],
         results: Sequence[Buffer],
         kept: Sequence[Buffer],
         reserved: Sequence[Buffer],
+        reads: Reads,
     ) -> list[tuple[int, tuple[Live, ...]]]:
         """Return, for each choice, the upper end of the peak and the values in memory then."""
         ends = []
         for either in choices:
-            ways = (self._way(fused, results, kept) for fused in either)
+            ways = [self._way(fused, results, kept) for fused in either]
+            for fused, way in zip(either, tuple(ways), strict=True):
+                nested = nested_matmuls(self._entries, way.fused) - reads.needed - reads.stacked
+                if nested:
+                    ways.append(self._way(fused | nested, results, kept))
             # A compiler does not join values to a kernel if this needs more memory.
             ends.append(min((self._most(way, reserved) for way in ways), key=_bytes))
         return ends
