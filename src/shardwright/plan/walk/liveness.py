@@ -16,10 +16,12 @@ the arrays that loops stack.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final
 
 from shardwright.plan.walk.entries import LOOPS, TEMPORARY, Buffer, Entry, Live, Padded, Peak
@@ -136,10 +138,7 @@ class Timeline:
         # A stacked value that is also the next carry needs memory of its own beside the stack.
         stacked = frozenset(written) - frozenset(results)
         reads = find_reads(self._entries, results, stacked)
-        ways = {
-            each: self._way(fused_buffers(self._entries, reads, each), results, kept)
-            for each in Fusion
-        }
+        narrow = self._way(fused_buffers(self._entries, reads, Fusion.NARROW), results, kept)
         # The body of a loop writes to carries and stacks, which the outer timeline counts.
         reserved = () if within else self._own_results(results, kept)
         choices = [
@@ -153,8 +152,8 @@ class Timeline:
         # XLA takes the best of several schedules. In programs with loops, the best schedule is
         # often depth-first, so the larger of the two choices counts. In other programs, the best
         # schedule is depth-first only if that needs little memory, so the smaller one counts.
+        program = self._entries
         if not recomputes:
-            program = self._entries
             loops = within or any(entry.loop for entry in program)
             self._entries = _depth_first(program, [*results, *written])
             ends = self._highest(choices, results, kept, reserved, reads)
@@ -162,27 +161,28 @@ class Timeline:
             self._entries = program
         high, live = max(most, key=_bytes)
         outputs = frozenset() if within else frozenset(results)
-        sure = self._sure(ways[Fusion.NARROW], results, outputs)
+        sure = self._sure(narrow, results, outputs)
         # Values on the host are never fused, so all choices of `Fusion` give the same number.
         host = 0
         if any(
             entry.inner.host or any(each.host for each in entry.births) for entry in self._entries
         ):
             host = self._lowest_peak(
-                ways[Fusion.NARROW],
+                narrow,
                 lambda buffer: 0 if buffer in stacked else buffer.host,
                 lambda entry: entry.inner.host,
             )
-        low = min(self._at_best(way, outputs, stacked) for way in ways.values())
+        low = self._at_best(results, kept, stacked, outputs, reserved)
+        if not recomputes:
+            self._entries = _list_order(self._entries, narrow.fused, {*results, *kept})
+            low = min(low, self._at_best(results, kept, stacked, outputs, reserved))
+            self._entries = program
         better = _parts_first(self._entries)
         if any(map(_is_fetch, better)):
             better = _one_by_one(better)
         if better != self._entries:
             self._entries = better
-            reads = find_reads(self._entries, results, stacked)
-            orders = (fused_buffers(self._entries, reads, each) for each in Fusion)
-            others = [self._way(fused, results, kept) for fused in orders]
-            low = min(low, *(self._at_best(way, outputs, stacked) for way in others))
+            low = min(low, self._at_best(results, kept, stacked, outputs, reserved))
         if self.recomputes:
             # Another order of matmuls does not reduce the values that every compiler keeps.
             low -= max(low - sure, 0) // _REMAT
@@ -231,18 +231,30 @@ class Timeline:
         return self._lowest_peak(way, size, lambda entry: entry.inner.sure)
 
     def _at_best(
-        self, way: _Lifetimes, outputs: frozenset[Buffer], stacked: frozenset[Buffer]
+        self,
+        results: Sequence[Buffer],
+        kept: Sequence[Buffer],
+        stacked: frozenset[Buffer],
+        outputs: frozenset[Buffer],
+        reserved: Sequence[Buffer],
     ) -> int:
-        """Return the lower end of the peak for one choice of the fused buffers."""
-        skipped = stacked | inside_kernels(self._entries, way.fused)
-
-        def size(buffer: Buffer) -> int:
-            if _is_kept(buffer, outputs) and buffer not in stacked:
-                return buffer.size
-            return 0 if buffer in skipped else buffer.min_bytes
-
+        """Return the lower end of the peak for the present order of the equations."""
+        reads = find_reads(self._entries, results, stacked)
         parts = dict(zip(map(id, self._entries), self._parts(), strict=True))
-        return self._lowest_peak(way, size, lambda entry: entry.inner.low + parts[id(entry)])
+
+        def lowest(fusion: Fusion) -> int:
+            way = self._way(fused_buffers(self._entries, reads, fusion), results, kept)
+            skipped = stacked | inside_kernels(self._entries, way.fused)
+
+            def size(buffer: Buffer) -> int:
+                if _is_kept(buffer, outputs) and buffer not in stacked:
+                    return buffer.size
+                return 0 if buffer in skipped else buffer.min_bytes
+
+            inner = lambda entry: entry.inner.low + parts[id(entry)]  # noqa: E731
+            return self._lowest_peak(way, size, inner, reserved)
+
+        return min(lowest(fusion) for fusion in Fusion)
 
     def _parts(self) -> list[int]:
         """Return, for each equation, the bytes that collective matmuls hold while it runs.
@@ -356,7 +368,11 @@ class Timeline:
         return most, _live(present, *at_peak, kinds)
 
     def _lowest_peak(
-        self, way: _Lifetimes, weigh: Callable[[Buffer], int], extra: Callable[[Entry], int]
+        self,
+        way: _Lifetimes,
+        weigh: Callable[[Buffer], int],
+        extra: Callable[[Entry], int],
+        reserved: Sequence[Buffer] = (),
     ) -> int:
         """Return the lower end of the peak.
 
@@ -364,10 +380,12 @@ class Timeline:
           way: Which values are fused.
           weigh: Returns the bytes to count for a buffer.
           extra: Returns the bytes to count for an equation while it runs.
+          reserved: Results whose memory is taken from the start. Before a result is made, its
+            memory may hold one other value.
         """
-        # Unlike at the upper end, sines are computed where they are used, and no memory is reserved
-        # for results.
+        # Unlike at the upper end, sines are computed where they are used.
         alive = _Alive(way, weigh)
+        waiting, results = dict.fromkeys(reserved), frozenset(reserved)
         peak = 0
         for at, entry in enumerate(self._entries):
             # A chain of elementwise values may overwrite a value that it starts with.
@@ -381,10 +399,111 @@ class Timeline:
             ended = (buffer for buffer in (*entry.in_place, *starts) if way.last.get(buffer) == at)
             alive.drop(ended)
             alive.add(birth for birth in entry.births if birth not in entry.carries)
-            peak = max(peak, alive.total + extra(entry))
+            for birth in entry.births:
+                waiting.pop(birth, None)
+            inner = extra(entry)
+            if alive.total + max(inner, sum(each.size for each in waiting)) > peak:
+                # What a loop or a collective matmul holds may be in the memory of results, too.
+                sizes = [weigh(each) for each in alive.buffers if not _is_kept(each, results)]
+                peak = max(peak, alive.total + max(inner, _unused(waiting, sizes)))
             alive.add(entry.carries)
             alive.end(at)
         return peak
+
+
+def _unused(reserved: Iterable[Buffer], sizes: Iterable[int]) -> int:
+    """Return the bytes of reserved results that no value can use.
+
+    Args:
+      reserved: Results that are not made yet.
+      sizes: Bytes of the values that are in memory.
+    """
+    unused, free = 0, sorted(filter(None, sizes))
+    for size in sorted(result.size for result in reserved):
+        at = bisect.bisect_right(free, size)  # the largest value that fits is before this position
+        unused += size - (free.pop(at - 1) if at else 0)
+    return unused
+
+
+def _list_order(
+    entries: Sequence[Entry], fused: Mapping[Buffer, Sequence[Buffer]], kept: Container[Buffer]
+) -> list[Entry]:
+    """Return equations in the order of XLA's list scheduler (`ListMemoryScheduler`).
+
+    Of the equations whose operands are made, the one that frees the most bytes comes first. Of
+    equal ones, the one with the most readers comes first.
+
+    Args:
+      entries: The equations, in order.
+      fused: Buffer that is fused into its uses -> the buffers that its uses read instead.
+      kept: Buffers that stay in memory.
+    """
+    makers: dict[Buffer, int] = {}
+    for at, entry in enumerate(entries):
+        for birth in entry.births:
+            makers.setdefault(birth, at)
+    reads = [
+        dict.fromkeys(each for use in entry.uses for each in fused.get(use, (use,)))
+        for entry in entries
+    ]
+    # An equation whose results are fused runs as a part of its readers.
+    hidden = {
+        at for at, entry in enumerate(entries) if entry.births and fused.keys() >= {*entry.births}
+    }
+    readers: dict[Buffer, list[int]] = {}
+    for at, found in enumerate(reads):
+        if at not in hidden:
+            for buffer in found:
+                readers.setdefault(buffer, []).append(at)
+    waits = [
+        {makers[each] for each in found if makers.get(each, at) != at}
+        for at, found in enumerate(reads)
+    ]
+    left = Counter({buffer: len(found) for buffer, found in readers.items()})
+
+    def rank(at: int) -> tuple[int, int, int]:
+        freed = sum(each.size for each in reads[at] if left[each] == 1 and each not in kept)
+        births = [birth for birth in entries[at].births if birth not in fused]
+        users = {each for birth in births for each in readers.get(birth, ())}
+        return sum(birth.size for birth in births) - freed, -len(users), at
+
+    ready = [rank(at) for at in range(len(entries)) if at not in hidden and not waits[at]]
+    heapq.heapify(ready)
+    ordered: dict[int, None] = {}
+
+    def place(at: int) -> None:
+        """Add an equation behind the hidden ones that it reads."""
+        stack = [at]
+        while stack:
+            uses = entries[stack[-1]].uses
+            missing = [makers[use] for use in uses if use in makers and makers[use] not in ordered]
+            if missing:
+                stack += missing
+            else:
+                ordered.setdefault(stack.pop())
+
+    while ready:
+        chosen = heapq.heappop(ready)
+        at = chosen[-1]
+        if at in ordered:
+            continue
+        if chosen != rank(at):
+            heapq.heappush(ready, rank(at))
+            continue
+        place(at)
+        for buffer in reads[at]:
+            left[buffer] -= 1
+        after = [each for birth in entries[at].births for each in readers.get(birth, ())]
+        for each in after:
+            waits[each].discard(at)
+        # A reader may free an operand now.
+        last = [each for buffer in reads[at] if left[buffer] == 1 for each in readers[buffer]]
+        for each in (*after, *last):
+            if not waits[each] and each not in ordered:
+                heapq.heappush(ready, rank(each))
+    for at in range(len(entries)):
+        place(at)
+    return [entries[at] for at in ordered]
 
 
 def _late(entries: Sequence[Entry]) -> list[Entry]:
