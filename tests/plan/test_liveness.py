@@ -55,7 +55,7 @@ def test_peak_is_most_that_is_alive() -> None:
     timeline.add([a], [b])
     timeline.add([b], [c], moved=4)
     # a dies when b is made; b is read while c is made. The memory of c is taken from the start.
-    assert timeline.peak([c]) == Peak(sure=5, low=30, high=35, kinds={TEMPORARY: 35})
+    assert timeline.peak([c]) == Peak(sure=5, low=35, high=35, kinds={TEMPORARY: 35})
     assert timeline.peak([c], kept=[a]).high == 10 + 20 + 5 + 4
 
 
@@ -123,6 +123,47 @@ def test_part_by_part_value_is_not_whole_at_best() -> None:
     timeline.add([gathered], [result])
     actual = timeline.peak([result])
     assert (actual.low, actual.high) == (10 + 5, 80 + 5)
+
+
+@pytest.mark.parametrize(("first", "low"), [(12, 30 + 20), (25, 25 + 30 + 20)])
+def test_memory_of_a_later_result_holds_one_value_that_fits(first: int, low: int) -> None:
+    start, large, middle, result = buffer(first), buffer(30), buffer(4), buffer(20)
+    timeline = Timeline()
+    timeline.add(births=[start])
+    timeline.add([start], [large])
+    timeline.add([large], [middle])
+    timeline.add([middle], [result])
+    assert timeline.peak([result]).low == low
+    assert timeline.peak([result], within=True).low == max(first + 30, 30 + 4)
+
+
+@pytest.mark.parametrize(("recomputes", "low"), [(False, 113), (True, 137)])
+def test_gradient_that_frees_a_weight_may_come_first(recomputes: bool, low: int) -> None:
+    """XLA's list scheduler runs the equation that frees the most bytes."""
+    weight, hidden, cotangent = buffer(32), buffer(8), buffer(64)
+    of_weight, of_hidden, result = buffer(33), buffer(8), buffer(1)
+    timeline = Timeline()
+    timeline.add(births=[weight, hidden, cotangent])
+    timeline.add([cotangent, hidden], [of_weight], matmul=True)
+    timeline.add([cotangent, weight], [of_hidden], matmul=True)
+    timeline.add([of_weight, of_hidden], [result])
+    inner = Peak(recomputes=recomputes)
+    timeline.add([result], [end := buffer(0)], inner=inner)
+    assert timeline.peak([end], within=True).low == low
+
+
+def test_list_order_puts_fused_values_before_their_readers() -> None:
+    first, second, other = buffer(4), buffer(8), buffer(16)
+    inner = buffer(4, first, fused=True)
+    outer = buffer(4, inner, second, fused=True)
+    one, two = buffer(1), buffer(2)
+    timeline = Timeline()
+    timeline.add(births=[first, second, other])
+    timeline.add([other], [two], matmul=True)
+    timeline.add([first], [inner])
+    timeline.add([inner, second], [outer])
+    timeline.add([outer], [one], matmul=True)
+    assert timeline.peak([one, two], within=True).low == 4 + 8 + 16 + 2
 
 
 def test_sine_of_same_positions_is_computed_once_and_early() -> None:

@@ -14,9 +14,6 @@ from tests.tpu_compile import MARKS, measure
 PEAKS: Final[dict[str, int]] = json.loads(RECORD.read_text(encoding="utf-8"))["peaks"]
 # Indices of lookups, sums over rows, semaphores and tables of results. Plans do not count them.
 SMALL: Final = 2**19
-# Where the lower end is above the peak. The held-out programs were compared once, and one rule
-# (epilogues of sums) was changed after that.
-ABOVE: Final = {"one_hot_experts_trained": 1.05, "mixer": 1.09}
 WIDEST: Final = 1.3
 # The plan holds the parts of all gradients until they are used.
 WIDE: Final = {"train, remat, unrolled, fsdp_tp", "train, windows, unrolled, fsdp"}
@@ -25,7 +22,7 @@ WIDE: Final = {"train, remat, unrolled, fsdp_tp", "train, windows, unrolled, fsd
 def check(measured: Measured) -> None:
     """The upper end comes first: a program that does not fit must not seem to fit."""
     assert measured.peak <= measured.high + SMALL, measured
-    assert measured.low <= ABOVE.get(measured.name, 1) * measured.peak, measured
+    assert measured.low <= measured.peak, measured
 
 
 @pytest.mark.full(
