@@ -196,6 +196,26 @@ def test_matmul_inside_the_kernel_of_a_weight_gradient(
     assert peak.low == peak.high == elements * shapes[0].dtype.itemsize
 
 
+@pytest.mark.parametrize(
+    ("parts", "is_result", "held"), [(0, False, False), (1, False, True), (0, True, True)]
+)
+def test_matmul_inside_a_kernel_needs_one_reader_that_is_no_loop(
+    parts: int, is_result: bool, held: bool
+) -> None:
+    g, h, x, end = buffer(7), buffer(11), buffer(13), buffer(5)
+    inner = Buffer(size=100, kind=TEMPORARY, min_bytes=100, weight=10)
+    scaled = buffer(100, inner, h)
+    timeline = Timeline()
+    timeline.add(births=[g, h])
+    timeline.add([g], [inner], matmul=True)
+    timeline.add([inner, h], [scaled])
+    timeline.add(births=[x])
+    timeline.add([x, scaled], [end], matmul=True, parts=parts)
+    results = [end, inner] if is_result else [end]
+    # Inside the kernel, `g` is read instead of the result of the inner matmul.
+    assert timeline.peak(results).high == 11 + 13 + 5 + (100 if held else 7)
+
+
 def test_matmul_inside_the_kernel_of_a_forward_pass_is_held_at_most() -> None:
     """XLA also weighs the time, which no plan knows, so the result counts at the upper end."""
 

@@ -137,6 +137,19 @@ def test_memory_of_a_later_result_holds_one_value_that_fits(first: int, low: int
     assert timeline.peak([result], within=True).low == max(first + 30, 30 + 4)
 
 
+def test_memory_of_a_later_result_holds_no_argument_and_no_value_twice() -> None:
+    argument, start = Buffer(size=4, kind="parameters"), buffer(3)
+    large, one, two = buffer(50), buffer(20), buffer(20)
+    timeline = Timeline()
+    timeline.add(births=[argument])
+    timeline.add([argument], [start])
+    timeline.add([start], [large])
+    timeline.add([large], [one], in_place=[large])
+    timeline.add([one], [two])
+    # When `large` is made, only `start` is in the memory of a result.
+    assert timeline.peak([one, two], kept=[argument]).low == 4 + 50 + 20 + 20
+
+
 @pytest.mark.parametrize(("recomputes", "low"), [(False, 113), (True, 137)])
 def test_gradient_that_frees_a_weight_may_come_first(recomputes: bool, low: int) -> None:
     """XLA's list scheduler runs the equation that frees the most bytes."""
@@ -150,6 +163,17 @@ def test_gradient_that_frees_a_weight_may_come_first(recomputes: bool, low: int)
     inner = Peak(recomputes=recomputes)
     timeline.add([result], [end := buffer(0)], inner=inner)
     assert timeline.peak([end], within=True).low == low
+
+
+def test_list_order_counts_bytes_that_the_last_reader_frees() -> None:
+    shared, own = buffer(50), buffer(20)
+    one, two, end = buffer(10), buffer(10), buffer(0)
+    timeline = Timeline()
+    timeline.add(births=[shared, own])
+    timeline.add([shared], [one], matmul=True)
+    timeline.add([own], [two], matmul=True)
+    timeline.add([shared, one, two], [end])
+    assert timeline.peak([end], within=True).low == 50 + 20 + 10
 
 
 def test_list_order_puts_fused_values_before_their_readers() -> None:

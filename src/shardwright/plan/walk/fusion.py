@@ -15,8 +15,8 @@ from shardwright.plan.walk.entries import Buffer, Entry
 
 # Bytes of the scratch memory that compilers for TPUs give one kernel by default.
 _KERNEL: Final = 16 * 2**20
-# Most elements of the weights of matmuls inside the kernel of another matmul, as measured for v5e:
-# for float32 and bfloat16, and each width from 64 to 2,048.
+# Most elements of the weight of a matmul inside the kernel of another matmul, as measured for v5e:
+# for float32 and bfloat16, and widths from 64 to 2,048.
 _NESTED: Final = 9 * 2**17
 _SMALL: Final = 16  # an operand is negligible if it is this many times smaller than the value
 
@@ -250,20 +250,18 @@ def nested_matmuls(
 ) -> set[Buffer]:
     """Return the matmuls that compilers for TPUs run inside the kernel of another matmul.
 
-    The other matmul is the only reader. Its kernel needs room for the weights of all matmuls inside
-    it, and a collective matmul has none, since it is a loop over parts.
+    The other matmul is the only reader, and its kernel has room for the weight of the first one. A
+    collective matmul has no such room, since it is a loop over parts.
 
     Args:
       entries: The equations, in order.
       fused: Buffer that is fused into its uses -> the buffers that its uses read instead.
     """
-    weights: dict[Buffer, int] = {}
-    # XLA's instruction fusion visits users first.
-    for buffer, reader in reversed(_only_readers(entries, fused).items()):
-        weight = buffer.weight + sum(weights.get(birth, 0) for birth in reader.births)
-        if reader.matmul and not reader.parts and buffer.weight > 0 and weight <= _NESTED:
-            weights[buffer] = weight
-    return set(weights)
+    return {
+        buffer
+        for buffer, reader in _only_readers(entries, fused).items()
+        if reader.matmul and not reader.parts and 0 < buffer.weight <= _NESTED
+    }
 
 
 def _only_readers(
