@@ -1,4 +1,6 @@
-"""Device memory of an 8B decoder's shapes on v5p:2x2x1, by a TPU compile, beside the plan.
+"""Device memory of decoders with host arrays, by a TPU compile, beside the plan.
+
+The shapes are of an 8B decoder on v5p:2x2x1, and of a 1B decoder on v5e:2x4.
 
     python -m tests.manager.tpu_offload
 
@@ -18,13 +20,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import topologies
 
 import shardwright as sw
-from tests.tpu_compile import collectives, held, tell
+from tests.tpu_compile import collectives, held, tell, tpu_mesh
 
-TOPOLOGY = "v5p:2x2x1"
-LAYERS, EMBED, HIDDEN, VOCAB, HEADS = 32, 4096, 14336, 128256, 3 * 4096
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """Sizes of a decoder and of its batch, and the chips that train it."""
+
+    layers: int
+    embed: int
+    hidden: int
+    vocab: int
+    batch: int
+    topology: str
+    mesh: str
+
+
+SIZES = {
+    "8B": Size(
+        layers=32,
+        embed=4096,
+        hidden=14336,
+        vocab=128256,
+        batch=4,
+        topology="v5p:2x2x1",
+        mesh="fsdp:4",
+    ),
+    "1B": Size(
+        layers=16,
+        embed=2048,
+        hidden=8192,
+        vocab=32000,
+        batch=16,
+        topology="v5e:2x4",
+        mesh="fsdp:8",
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +67,8 @@ class Step:
     """Bytes on one device, compiled and planned.
 
     Attributes:
-      name: `device`, `whole` (moved by `jit_step`), `layers` (`offloaded`) or `params` (too).
+      name: A key of `CASES`: `device`, `whole` (moved by `jit_step`), `layers` (`offloaded`) or
+        `params` (too), and others; perhaps with a size. Or `MLP`.
       peak: The most bytes in device memory.
       host: Arguments in host memory.
       host_temporaries: What the compiler says of temporaries there.
@@ -42,6 +78,7 @@ class Step:
       planned_host: Planned bytes on the host.
       sent: Collective -> bytes of the compiled program.
       planned: Collective -> planned bytes.
+      complete: Whether the plan has a rule for each primitive.
     """
 
     name: str
@@ -54,6 +91,7 @@ class Step:
     planned_host: int
     sent: dict[str, int]
     planned: dict[str, int]
+    complete: bool
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -68,26 +106,29 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "forward": {"params": "host"},
 }
+MLP = "offloaded activations"
+PROGRAMS = [MLP, *CASES, "stacks, 1B", "forward, 1B"]
 
 
-def model() -> tuple[Any, Any]:
+def model(size: Size) -> tuple[Any, Any]:
     """Return the specs of the parameters, and the loss."""
     hidden = (sw.BATCH, sw.QUERY_LENGTH, sw.EMBED)
 
     def weight(*shape: int, axes: Any) -> sw.ArraySpec:
         return sw.ArraySpec(shape, jnp.bfloat16, axes)
 
+    embed = size.embed
     layer = {
-        "qkv": weight(EMBED, HEADS, axes=(sw.EMBED, sw.HEAD)),
-        "out": weight(HEADS // 3, EMBED, axes=(sw.HEAD, sw.EMBED)),
-        "up": weight(EMBED, HIDDEN, axes=(sw.EMBED, sw.MLP_INTERMEDIATE)),
-        "gate": weight(EMBED, HIDDEN, axes=(sw.EMBED, sw.MLP_INTERMEDIATE)),
-        "down": weight(HIDDEN, EMBED, axes=(sw.MLP_INTERMEDIATE, sw.EMBED)),
+        "qkv": weight(embed, 3 * embed, axes=(sw.EMBED, sw.HEAD)),
+        "out": weight(embed, embed, axes=(sw.HEAD, sw.EMBED)),
+        "up": weight(embed, size.hidden, axes=(sw.EMBED, sw.MLP_INTERMEDIATE)),
+        "gate": weight(embed, size.hidden, axes=(sw.EMBED, sw.MLP_INTERMEDIATE)),
+        "down": weight(size.hidden, embed, axes=(sw.MLP_INTERMEDIATE, sw.EMBED)),
     }
     specs = {
-        "embedding": weight(VOCAB, EMBED, axes=(sw.VOCAB, sw.EMBED)),
-        "layers": sw.stack_specs(layer, LAYERS),
-        "head": weight(EMBED, VOCAB, axes=(sw.EMBED, sw.VOCAB)),
+        "embedding": weight(size.vocab, embed, axes=(sw.VOCAB, sw.EMBED)),
+        "layers": sw.stack_specs(layer, size.layers),
+        "head": weight(embed, size.vocab, axes=(sw.EMBED, sw.VOCAB)),
     }
 
     def run_layer(x: Any, stored: Any) -> Any:
@@ -109,12 +150,14 @@ def model() -> tuple[Any, Any]:
     return specs, loss
 
 
-def compiled(name: str) -> Step:
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY).devices
-    mesh = sw.create_mesh("fsdp:4", devices=list(np.array(devices).flat))
+def compiled(key: str) -> Step:
+    name, _, sizes = key.partition(", ")
+    size = SIZES[sizes or "8B"]
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=size.topology).devices
+    mesh = sw.create_mesh(size.mesh, devices=list(np.array(devices).flat))
     strategy = sw.Strategy.preset("fsdp") | sw.Strategy(memory=CASES[name])
     pm = sw.PartitionManager(strategy, mesh=mesh, mode="train")
-    specs, loss = model()
+    specs, loss = model(size)
     adam = optax.adam(1e-3, mu_dtype=jnp.float32)
     by_layer = sw.offloaded(adam, specs)
 
@@ -141,11 +184,16 @@ def compiled(name: str) -> Step:
         "params": pm.abstract(specs),
         "moments": pm.abstract_state(optimizer, shapes, jax.tree.map(lambda s: s.axes, specs)),
     }
-    tokens = jax.ShapeDtypeStruct((4, 1024), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((size.batch, 1024), jnp.int32)
     batch = pm.abstract(tokens, (sw.BATCH, sw.QUERY_LENGTH), role="activation")
     holds = ({"params": "parameters", "moments": "optimizer"}, "inputs")
-    report = pm.plan(step, state, batch, holds=holds, donated=(0,), topology=TOPOLOGY)
+    report = pm.plan(step, state, batch, holds=holds, donated=(0,), topology=size.topology)
     program = pm.jit_step(step, state, batch).lower(state, batch)
+    return step_of(key, program, report, mesh, state=held(state["moments"]))
+
+
+def step_of(name: str, program: Any, report: Any, mesh: Any, *, state: int) -> Step:
+    """Compile a program, and return its bytes beside the plan's."""
     done = program.compile(compiler_options={"exec_time_optimization_effort": -1.0})
     memory: Any = done.memory_analysis()
     planned: Counter[str] = Counter()
@@ -156,15 +204,47 @@ def compiled(name: str) -> Step:
         peak=memory.peak_memory_in_bytes - memory.host_argument_size_in_bytes,
         host=memory.host_argument_size_in_bytes,
         host_temporaries=memory.host_temp_size_in_bytes,
-        state=held(state["moments"]),
+        state=state,
         low=report.memory.low,
         high=report.memory.high,
         planned_host=report.memory.host,
         sent=collectives(done, mesh)[1],
         planned=dict(planned),
+        complete=report.walked.complete,
     )
 
 
+def mlp() -> Step:
+    """Return one layer whose hidden values are copied to the host until the backward pass."""
+    mesh = tpu_mesh(fsdp=4, tp=2)
+    hidden = (sw.BATCH, sw.EMBED)
+    inner = (sw.BATCH, sw.MLP_INTERMEDIATE)
+    specs = {
+        "up": sw.ArraySpec((64, 256), jnp.float32, (sw.EMBED, sw.MLP_INTERMEDIATE)),
+        "down": sw.ArraySpec((256, 64), jnp.float32, (sw.MLP_INTERMEDIATE, sw.EMBED)),
+    }
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["h"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def loss(params: Any, x: Any) -> Any:
+        w = sw.gather(params, specs)
+        h = checkpoint_name(sw.shard(sw.shard(x, hidden) @ w["up"], inner), "h")
+        return (sw.shard(jax.nn.silu(h) @ w["down"], hidden) ** 2).sum()
+
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp_tp"), mesh=mesh)
+    gradient = jax.grad(jax.checkpoint(loss, policy=policy))
+    x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    given = pm.abstract(specs), pm.abstract(x, hidden, role="activation")
+    report = pm.plan(gradient, *given, specs=(specs, hidden), outputs=specs, topology="v5e:2x4")
+    with pm:
+        program = jax.jit(gradient, out_shardings=pm.shardings(specs)).lower(*given)
+    return step_of(MLP, program, report, mesh, state=0)
+
+
 if __name__ == "__main__":
-    for case in sys.argv[1:] or CASES:
-        tell(compiled(case))
+    for program in sys.argv[1:] or PROGRAMS:
+        tell(mlp() if program == MLP else compiled(program))
