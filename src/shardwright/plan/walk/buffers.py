@@ -108,8 +108,7 @@ def with_buffers(step: PlanStep, results: Iterable[ShardedValue]) -> list[Sharde
     if step.name == "dot_general":
         single = with_one_row(step.equation, [{0}, {1}])
         keep_copies((step.values[at].buffer for (at,) in single), ledger.timeline)
-        pairs = zip(step.avals, step.values, strict=True)
-        shapes = [ledger.local_shape(aval, value.dims) for aval, value in pairs]
+        shapes = [*map(ledger.local_shape, step.avals, (value.dims for value in step.values))]
         _mark_row(step.equation, births[0], shapes, tiled=ledger.tiled)
         _mark_summed(step)
     copies = padded_copies(step.equation, births, ledger.timeline)
