@@ -412,7 +412,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "heads": (
         {"q": np.ones((4, 5, 3, 8), np.float32)},
-        facts(3, 2, path="k", fix="kv_heads"),
+        facts(3, 2, path="k", fix="kv heads"),
     ),
     "head_dim": (
         {"q": np.ones((4, 5, 4, 4), np.float32)},

@@ -132,7 +132,7 @@ def test_nothing_serves_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(named).splitlines()[-1] == "  auto  no implementation: all refuse"
     with raises(sw.AttentionError, "ring", snippet="ring: it rests", fix="implementation"):
         named.require()
-    with raises(sw.AttentionError, "attention", snippet="it rests", fix="reason"):
+    with raises(sw.AttentionError, "attention", snippet="it rests", fix="refuses"):
         attention.explain(*shapes(), mode="train").require()
 
 

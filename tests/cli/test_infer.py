@@ -152,11 +152,11 @@ def test_conflict_writes_no_file(
         (f"MODEL:fails --params init {TOKENS}", "raised KeyError: 'missing' at plain_model.py:50"),
         (
             'MODEL:forward --params init --input "int32[2,10] BATCH SEQ"',
-            "did you mean 'LENGTH' or 'QUERY_LENGTH'? an axis of your own is declared",
+            "did you mean 'LENGTH' or 'QUERY_LENGTH'? declare an axis of your own in [axes]",
         ),
         (
             f"MODEL:forward --params init {TOKENS} --size 40=MLP_INTERMEDIAT",
-            "did you mean 'MLP_INTERMEDIATE'? an axis of your own is declared",
+            "did you mean 'MLP_INTERMEDIATE'? declare an axis of your own in [axes]",
         ),
         (f"MODEL:forward --params init {TOKENS} --strategy no.toml", "no file 'no.toml'"),
         ("MODEL:forward --params init", "missing a required argument"),

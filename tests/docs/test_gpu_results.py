@@ -31,4 +31,4 @@ def test_earlier_run_of_cudnn() -> None:
     (row,) = sections["conformance_cudnn"]
     assert (row["equal"], row["refused"], row["value"]) == (20, 72, 0)
     assert read_sections(RESULTS)[0]["conformance_cudnn"] == []
-    assert "20 cases of `cudnn` were equal to the oracle, 72 were" in PAGE.read_text("utf-8")
+    assert "20 cases of `cudnn` were equal to the oracle" in PAGE.read_text("utf-8")

@@ -358,7 +358,7 @@ def test_first_dims_that_count_no_rows(name: str, shape: Any) -> None:
     run = functools.partial(sw.pipeline, lambda w, x, _: (x + w, None), specs=specs, **given)
     with (
         manager("pp:2,dp:2"),
-        raises(sw.RankMismatchError, 16, path=f"{name}/own", fix="first dim"),
+        raises(sw.RankMismatchError, 16, path=f"{name}/own", fix="dim 0"),
     ):
         jax.eval_shape(run, np.zeros((4, 16)), np.zeros((16, 16)))
 

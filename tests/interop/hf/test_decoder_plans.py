@@ -466,7 +466,7 @@ def test_text_of_images_and_text(tmp_path: Path) -> None:
     assert [(stack.layers, stack.period) for stack in sizes.stacks] == [(34, 6)]
     assert (sizes.family, sizes.longest, sizes.tied) == ("gemma3_text", 131072, True)
     assert sizes.dtypes.param == jnp.float32
-    assert any("only the decoder of text" in note for note in sizes.notes)
+    assert any("only the text decoder" in note for note in sizes.notes)
     assert any("vocab_size 262208, num_attention_heads 8" in note for note in sizes.notes)
     text |= {"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48}
     text |= {"num_attention_heads": 16, "num_key_value_heads": 8}
