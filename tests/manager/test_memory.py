@@ -228,6 +228,18 @@ def test_no_operation_computes_on_host_values() -> None:
     assert len(host_operands(wrong.jaxpr.jaxpr)) == 1, "the check finds what JAX accepts"
 
 
+def test_state_moves_if_a_mode_has_its_parameters_on_the_device() -> None:
+    strategy = sw.Strategy.preset("fsdp_tp") | sw.Strategy(
+        memory={"state": "host", "params": "host"},
+        modes={"train": {"memory": {"params": "device"}}},
+    )
+    pm = sw.PartitionManager(strategy, mesh=cpu_mesh("fsdp:2,tp:4"), mode="train")
+    state = make_state(pm)
+    assert set(jax.tree.leaves(kinds(state["params"]))) == {"device"}
+    traced = pm.jit_step(train_step, state, AXES).trace(state, make_batch())
+    assert host_operands(traced.jaxpr.jaxpr) == []
+
+
 def test_an_array_in_the_other_memory_is_refused() -> None:
     pm = make_manager(state="host")
     state = make_state(pm)

@@ -53,11 +53,14 @@ def is_host(kind: str | None) -> bool:
 
 
 def holds_params(rules: AxisRules, mode: str) -> bool:
-    """Tell whether rules put parameters into host memory in a mode."""
-    return any(
-        rule.role is Role.PARAM and rule.memory is Memory.HOST and mode in rule.modes
-        for rule in rules.memory
-    )
+    """Tell whether rules may put a parameter into host memory in a mode."""
+    for rule in rules.memory:
+        if rule.role is Role.PARAM and mode in rule.modes:
+            if rule.memory is Memory.HOST:
+                return True
+            if rule.match is None:
+                return False  # this rule decides for all paths, so no later rule applies
+    return False
 
 
 def in_host_memory(x: Any) -> bool:
