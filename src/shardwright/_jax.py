@@ -400,8 +400,12 @@ def is_sharding_type_error(error: BaseException) -> bool:
 
 def mixes_memories(error: BaseException) -> bool:
     """Tell whether JAX refused to mix operands in host memory with operands in device memory."""
-    # JAX raises a plain ValueError, so compare its text.
-    return isinstance(error, ValueError) and str(error).startswith("memory_space of all inputs")
+    # JAX raises a plain ValueError, so compare its text. A type such as float32<host>[8] is in the
+    # message if the memory of a gradient is wrong.
+    text = str(error)
+    return isinstance(error, ValueError) and (
+        "memory_space of all inputs" in text or "<host>" in text
+    )
 
 
 # An error about shardings that is not a `ShardingTypeError` has this pattern in its message. An

@@ -240,6 +240,25 @@ def test_state_moves_if_a_mode_has_its_parameters_on_the_device() -> None:
     assert host_operands(traced.jaxpr.jaxpr) == []
 
 
+def test_error_of_a_step_on_an_abstract_mesh_stays_its_own() -> None:
+    pm = sw.PartitionManager(sw.Strategy.preset("fsdp"), mesh=sw.abstract_mesh("fsdp:8"))
+
+    def step(state: Any, x: Any) -> Any:
+        raise ValueError("of the step")
+
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    with pytest.raises(ValueError, match="of the step"):
+        pm.jit_step(step, {}, (sw.BATCH, sw.EMPTY)).trace({}, x)
+
+
+def test_gradient_of_a_sum_on_the_host_gets_advice() -> None:
+    pm = make_manager(params="host")
+    params = pm.init(SPECS, jax.random.key(0))
+    with pytest.raises(ValueError, match="<host>") as caught, pm:
+        jax.jit(jax.grad(lambda params: jnp.sum(params["embedding"])))(params)
+    assert any("sw.gather" in note for note in caught.value.__notes__)
+
+
 def test_an_array_in_the_other_memory_is_refused() -> None:
     pm = make_manager(state="host")
     state = make_state(pm)

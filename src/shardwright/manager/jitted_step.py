@@ -90,7 +90,8 @@ class Argument:
         problems: list[Problem] = []
         for path, _, leaf, sharding, array in self._arrays(value):
             placed = getattr(array, "sharding", None)
-            if placed is None and not sharding.is_fully_addressable:
+            concrete = isinstance(sharding.mesh, jax.sharding.Mesh)
+            if placed is None and concrete and not sharding.is_fully_addressable:
                 what = "the array is in the memory of this process, "
                 what += "and the mesh has several processes"
                 fix = "join the parts of all processes: pm.global_array(rows, *axes)"
